@@ -1,0 +1,67 @@
+"""The rules that put parameters in buffers.
+
+Owns one function per scheme: a sequence of ParamSpec and a world size in, a Layout out. Checkpoints persist the order
+that ``units_layout`` gives, so a change here is a new layout version.
+"""
+
+from collections.abc import Sequence
+
+from shardglass.errors import InvariantError
+from shardglass.layout.spec import Buffer, Layout, ParamSpec
+from shardglass.options import DTYPE_BYTES
+
+ALIGN_BYTES = 16
+"""Start of every parameter and of every shard: what vector loads and NCCL like, and what one cache line divides by."""
+
+
+def units_layout(params: Sequence[ParamSpec], world_size: int) -> Layout:
+    """The layout of the native engine.
+
+    One buffer per (unit, dtype, trainable): trainable buffers before frozen ones, dtypes in order of first appearance. In a
+    buffer the parameters of one optimizer group lie together, groups ascending, each in model order. Each start is aligned
+    to 16 bytes. The end is padded so that ``world_size`` equal shards come out, each starting at a multiple of 16 bytes.
+
+    Args:
+        params: In model order; units in forward order of their first appearance.
+        world_size: Number of ranks, at least 1.
+
+    Returns:
+        The layout, the same on every rank for the same arguments.
+    """
+    if world_size < 1:
+        raise InvariantError(f"world_size is {world_size}; it must be at least 1")
+    order: dict[str, dict[tuple[bool, str], list[ParamSpec]]] = {}
+    for p in params:
+        order.setdefault(p.unit, {}).setdefault((not p.trainable, p.dtype), []).append(p)
+    buffers = []
+    for by_kind in order.values():
+        for frozen, dtype in sorted(by_kind, key=lambda kind: kind[0]):
+            members = by_kind[frozen, dtype]
+            members = sorted(members, key=lambda p: -1 if p.group is None else p.group)
+            buffers.append(_fill(tuple(members), world_size))
+    return Layout(scheme="units", world_size=world_size, buffers=tuple(buffers))
+
+
+def _fill(members: tuple[ParamSpec, ...], world_size: int) -> Buffer:
+    """Lay parameters of one kind behind each other and cut the run in equal shards."""
+    first = members[0]
+    align = max(1, ALIGN_BYTES // DTYPE_BYTES[first.dtype])
+    offsets, end = [], 0
+    for p in members:
+        start = _round_up(end, align)
+        offsets.append(start)
+        end = start + p.numel
+    return Buffer(
+        unit=first.unit,
+        dtype=first.dtype,
+        trainable=first.trainable,
+        params=members,
+        offsets=tuple(offsets),
+        shard_numel=_round_up(end, align * world_size) // world_size,
+        world_size=world_size,
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``value``."""
+    return -(-value // multiple) * multiple
