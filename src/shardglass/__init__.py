@@ -1,0 +1,68 @@
+"""ZeRO fine-tuning for Hugging Face models, with glass walls.
+
+Owns the list of public names and the version. A name is imported from its module when it is first asked for, so
+``import shardglass`` loads neither torch nor transformers and the command line answers ``--help`` at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardglass.engine.handle import Handle, shard
+    from shardglass.errors import (
+        CollectiveError,
+        ConfigError,
+        DataError,
+        InvariantError,
+        ModelError,
+        NonFiniteError,
+        OptimizerError,
+        ShardglassError,
+        UsageError,
+    )
+    from shardglass.hf.arguments import ZeroTrainingArguments
+    from shardglass.hf.trainer import ZeroMixin, ZeroTrainer
+    from shardglass.options import EngineOptions
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CollectiveError",
+    "ConfigError",
+    "DataError",
+    "EngineOptions",
+    "Handle",
+    "InvariantError",
+    "ModelError",
+    "NonFiniteError",
+    "OptimizerError",
+    "ShardglassError",
+    "UsageError",
+    "ZeroMixin",
+    "ZeroTrainer",
+    "ZeroTrainingArguments",
+    "__version__",
+    "shard",
+]
+
+_HOMES = {
+    "EngineOptions": "shardglass.options",
+    "Handle": "shardglass.engine.handle",
+    "ZeroMixin": "shardglass.hf.trainer",
+    "ZeroTrainer": "shardglass.hf.trainer",
+    "ZeroTrainingArguments": "shardglass.hf.arguments",
+    "shard": "shardglass.engine.handle",
+}
+"""Module of each public name that is not an error."""
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 (PEP 562: a module attribute can be anything)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "shardglass.errors")), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
