@@ -1,0 +1,115 @@
+"""Storage of parameters and master weights, allocated from the layout.
+
+Owns the whole parameter buffers (the model's parameters become views of them), the master weights, and the first spread of
+rank 0's values. Leaves to ``grads`` and ``optim`` what happens to them in a step.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardglass.engine.comm import Comm
+from shardglass.layout import Buffer, Layout
+from shardglass.options import Stage
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype with this name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """dtype of the master weights, states and gradient sums of parameters of ``dtype``: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class ParamBuffer:
+    """One buffer of the layout in memory.
+
+    The model's parameters are views of ``whole``. ``master`` is what the optimizer updates: the same memory if the model's
+    dtype is precise enough, else a copy in fp32 made from the numbers the parameters had before they were cast.
+    """
+
+    whole: Tensor  # [numel] in the model's dtype
+    master: Tensor | None  # [shard_numel], or [numel] at stage 0, fp32; None for a frozen buffer
+
+    def __init__(self, layout: Buffer, index: int, params: Mapping[str, nn.Parameter], comm: Comm, stage: Stage) -> None:
+        """Move the parameters into one buffer and spread rank 0's values; collective.
+
+        Args:
+            layout: What it holds.
+            index: Its index in the layout.
+            params: The model's parameters by name.
+            comm: For the broadcast.
+            stage: Says whether the master weights are cut.
+        """
+        self.layout, self.index = layout, index
+        self.params = [params[spec.name] for spec in layout.params]
+        device = self.params[0].device
+        dtype = torch_dtype(layout.dtype)
+        self.state_range = owned_range(layout, comm.rank, stage)
+        source = dtype
+        for p in self.params:
+            source = torch.promote_types(source, p.dtype) if p.is_floating_point() else dtype
+        staging = torch.zeros(layout.numel, dtype=source, device=device)
+        for p, offset in zip(self.params, layout.offsets, strict=True):
+            staging[offset : offset + p.numel()].copy_(p.detach().reshape(-1))
+        comm.broadcast(f"the initial {layout.key}", staging)
+        self.whole = staging if source == dtype else staging.to(dtype)
+        for p, view in zip(self.params, self.views(self.whole), strict=True):
+            p.data = view
+        self.master = self._make_master(staging) if layout.trainable else None
+
+    def _make_master(self, staging: Tensor) -> Tensor:
+        """The master weights of this rank, from the numbers before the cast."""
+        low, high = self.state_range
+        wanted = master_dtype(self.whole.dtype)
+        if self.whole.dtype == wanted:
+            return self.whole[low:high]
+        return staging[low:high].to(wanted, copy=True)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the master weights are the parameters themselves."""
+        return self.master is not None and self.master.dtype == self.whole.dtype
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of a whole buffer, in its shape."""
+        return [
+            flat[offset : offset + spec.numel].view(spec.shape)
+            for spec, offset in zip(self.layout.params, self.layout.offsets, strict=True)
+        ]
+
+    def own_part(self) -> Tensor:
+        """The part of ``whole`` this rank updates: its shard, or all of it at stage 0."""
+        low, high = self.state_range
+        return self.whole[low:high]
+
+    def write_back(self) -> None:
+        """Cast the updated master weights into the model's parameters, own part only."""
+        if self.master is not None and not self.shares_memory:
+            self.own_part().copy_(self.master)
+
+    def refresh_master(self) -> None:
+        """Take the master weights anew from the parameters, after somebody else changed these."""
+        if self.master is not None and not self.shares_memory:
+            self.master.copy_(self.own_part())
+
+    def detach(self) -> None:
+        """Give every parameter memory of its own again."""
+        for p in self.params:
+            p.data = p.data.clone()
+
+
+def owned_range(layout: Buffer, rank: int, stage: Stage) -> tuple[int, int]:
+    """First and one-past-last element of a buffer whose state ``rank`` holds under a stage."""
+    if not stage.shards_state:
+        return 0, layout.numel
+    return rank * layout.shard_numel, (rank + 1) * layout.shard_numel
+
+
+def make_buffers(layout: Layout, params: Mapping[str, nn.Parameter], comm: Comm, stage: Stage) -> list[ParamBuffer]:
+    """Every buffer of the layout in memory, one after the other so that at most one is held twice; collective."""
+    return [ParamBuffer(buffer, b, params, comm, stage) for b, buffer in enumerate(layout.buffers)]

@@ -1,0 +1,237 @@
+"""The hooks that drive a sharded model.
+
+Owns every hook on the user's model and optimizer, and the gathers in flight. Leaves what they do to ``grads`` and ``optim``.
+
+[Note: end of backward] A callback of autograd's engine that is queued from a parameter's hook fires at the end of the first INNER
+backward under reentrant checkpointing. So it is queued from a gradient hook on the root module's outputs, which runs in the
+outer backward. A loss that does not come from the root's forward has no such hook; its round is ended by the next thing
+that needs it: clipping, the step, the next forward.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardglass.engine.buffers import ParamBuffer
+from shardglass.engine.comm import Comm, Pending
+from shardglass.engine.grads import Bucket, Gradients
+from shardglass.engine.optim import OptimizerShards
+from shardglass.engine.placeholder import GradientElsewhere
+from shardglass.engine.units import Unit
+from shardglass.errors import UsageError
+
+
+class Runtime:
+    """Hooks of one model: parameters are waited for before use, gradients are taken, the step is wrapped."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        buffers: Sequence[ParamBuffer],
+        grads: Gradients,
+        shards: OptimizerShards,
+        comm: Comm,
+    ) -> None:
+        self._model, self._buffers, self._grads, self._shards, self._comm = model, buffers, grads, shards, comm
+        self._gathers: dict[str, list[Pending]] = {}  # by unit, in forward order
+        self._callback_queued = False
+        self._took_step = False
+        self._placeholders: list[tuple[nn.Parameter, GradientElsewhere]] = []
+        self._frozen = {name: p.requires_grad for unit in units for name, p in unit.params.items()}
+        self._params = {name: p for unit in units for name, p in unit.params.items()}
+        self._hooks: list[Any] = []
+        grads.on_total(shards.show)
+        self._hook_model(units)
+        self._hook_gradients()
+        self._hooks.append(shards.optimizer.register_step_pre_hook(self._before_step))
+        self._hooks.append(shards.optimizer.register_step_post_hook(self._after_step))
+
+    # ---- installation ----
+
+    def _hook_model(self, units: Sequence[Unit]) -> None:
+        """Wait for a unit's parameters before its modules run, and see the root's forward come and go."""
+        model, add = self._model, self._hooks.append
+        for k, unit in enumerate(units):
+            for module in unit.modules:
+                add(module.register_forward_pre_hook(self._waiter(unit.name)))
+            if not unit.is_block and k and units[k - 1].is_block:
+                # A head read without its forward, as fused losses do, must be there once the blocks are through.
+                for module in units[k - 1].modules:
+                    add(module.register_forward_hook(self._waiter_after(unit.name)))
+        add(model.register_forward_pre_hook(lambda module, args: self._before_forward()))
+        add(model.register_forward_hook(lambda module, args, output: self._watch_outputs(output)))
+        add(model.register_state_dict_pre_hook(lambda *a: self.wait_params()))
+        add(model.register_load_state_dict_pre_hook(lambda *a, **k: self.wait_params()))
+        add(model.register_load_state_dict_post_hook(lambda module, keys: self.params_changed()))
+
+    def _waiter(self, unit: str) -> Callable[..., None]:
+        return lambda module, args: self.wait_unit(unit)
+
+    def _waiter_after(self, unit: str) -> Callable[..., None]:
+        return lambda module, args, output: self.wait_unit(unit)
+
+    def _hook_gradients(self) -> None:
+        """Two hooks a trainable parameter: one before a gradient is accumulated, one after."""
+        for bucket in self._grads.buckets:
+            for k, param in enumerate(bucket.buffer.params):
+                self._hooks.append(param.register_hook(lambda grad: self._before_gradient()))
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._taker(bucket, k)))
+
+    def _taker(self, bucket: Bucket, k: int) -> Callable[[Tensor], None]:
+        return lambda param: self._grads.arrive(bucket, k, param)  # type: ignore[arg-type]
+
+    def remove(self) -> None:
+        """Take every hook and placeholder off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._remove_placeholders()
+        self._shards.hide()
+
+    # ---- forward ----
+
+    def _before_forward(self) -> None:
+        """The root's forward begins: an open round ends, and frozen or thawed parameters are an error."""
+        self.wait_unit("root:0")
+        if not torch.is_grad_enabled():
+            return
+        self.end_backward()
+        for name, param in self._params.items():
+            if param.requires_grad is not self._frozen[name]:
+                was, now = ("trainable", "frozen") if self._frozen[name] else ("frozen", "trainable")
+                raise UsageError(
+                    f"{name} was {was} when the model was sharded and is {now} now; call handle.close(), make the "
+                    "optimizer anew and shard() again"
+                )
+
+    def _watch_outputs(self, output: object) -> None:
+        """Put a gradient hook on every tensor the root returns, see [Note: end of backward]."""
+        if torch.is_grad_enabled():
+            for tensor in _tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: self._backward_began())
+
+    def wait_unit(self, unit: str) -> None:
+        """Make sure a unit's parameters are the updated ones."""
+        for pending in self._gathers.pop(unit, ()):
+            pending.wait()
+
+    def wait_params(self) -> None:
+        """Make sure all parameters are the updated ones."""
+        for unit in list(self._gathers):
+            self.wait_unit(unit)
+
+    def params_changed(self) -> None:
+        """Somebody wrote the model's parameters: take the master weights from them."""
+        for buffer in self._buffers:
+            buffer.refresh_master()
+
+    # ---- backward ----
+
+    def _backward_began(self) -> None:
+        """In the outer backward, before any parameter's gradient."""
+        self._before_gradient()
+        if not self._callback_queued:
+            self._callback_queued = True
+            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._callback_queued = False
+        self.end_backward()
+
+    def _before_gradient(self) -> None:
+        """Before the first gradient of a round: see whether the last ones were cleared, and make room."""
+        if self._grads.in_round:
+            return
+        self.take_note_of_clear()
+        self._remove_placeholders()
+        self._shards.forget_norm()
+        self._grads.open_round()
+
+    def end_backward(self) -> None:
+        """End the round and leave placeholders in ``param.grad``; collective unless under ``no_sync``."""
+        if not self._grads.in_round:
+            return
+        self._grads.finish_round()
+        for bucket in self._grads.buckets:
+            for param in bucket.buffer.params:
+                placeholder = GradientElsewhere.for_param(param)
+                param.grad = placeholder
+                self._placeholders.append((param, placeholder))
+
+    def _remove_placeholders(self) -> None:
+        for param, placeholder in self._placeholders:
+            if param.grad is placeholder:
+                param.grad = None
+        self._placeholders.clear()
+
+    def take_note_of_clear(self) -> None:
+        """If either ``zero_grad`` was called since the last backward, what is accumulated does not count."""
+        gone = any(param.grad is not mark or mark.cleared for param, mark in self._placeholders)
+        if gone or self._shards.was_cleared():
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget every gradient since the last step."""
+        self._grads.drop()
+        self._grads.observations.clear()
+        self._remove_placeholders()
+        self._shards.hide()
+        self._shards.forget_norm()
+
+    # ---- step ----
+
+    def prepare_step(self) -> None:
+        """Bring the accumulated gradients to their final state; collective."""
+        self.end_backward()
+        self.take_note_of_clear()
+        self._comm.position = f"step {self._grads.step}"
+        self._grads.reduce_local()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            raise UsageError(
+                "optimizer.step(closure) is not supported on a sharded model: call the closure yourself, then step()"
+            )
+        self.wait_params()
+        self.prepare_step()
+        self._shards.decide(self._grads)
+        self._took_step = not self._shards.step_skipped and any(b.total_full for b in self._grads.buckets)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._remove_placeholders()
+        self._shards.hide()
+        self._shards.forget_norm()
+        if self._took_step:
+            self._spread()
+        self._grads.next_step()
+        self._comm.position = f"step {self._grads.step}, forward"
+
+    def _spread(self) -> None:
+        """Cast the updated master weights and start a gather per buffer, in forward order."""
+        for buffer in self._buffers:
+            if buffer.master is None:
+                continue
+            buffer.write_back()
+            if buffer.state_range != (0, buffer.layout.numel):
+                pending = self._comm.gather(buffer.index, buffer.layout.key, buffer.whole)
+                self._gathers.setdefault(buffer.layout.unit, []).append(pending)
+
+
+def _tensors_in(value: object) -> list[Tensor]:
+    """Every tensor in the containers a forward returns."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [t for item in value.values() for t in _tensors_in(item)]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in _tensors_in(item)]
+    if is_dataclass(value):
+        return [t for f in fields(value) for t in _tensors_in(getattr(value, f.name))]
+    return []
