@@ -1,0 +1,128 @@
+"""The optimizer section, filled.
+
+[Note: missing params]
+A missing key of ``params`` means the flag if the user gave it, and DeepSpeed's own default otherwise. (DeepSpeed takes
+its default even beside a given flag, and so trains at a rate nobody asked for.)
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardglass.config import DeepSpeedConfig
+from shardglass.config.types import Optimizer, OptimizerParams
+from shardglass.resolve.filler import Filler
+from shardglass.resolve.values import OptimizerSpec
+
+_PARAMS = "optimizer.params."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Missing:
+    """What a missing key means to the class that DeepSpeed builds for a type."""
+
+    lr: float
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+
+
+_MISSING = {
+    "Adam": _Missing(lr=1e-3),  # DeepSpeed's FusedAdam
+    "AdamW": _Missing(lr=1e-3),
+    "torch AdamW": _Missing(lr=1e-3, weight_decay=0.01),  # with torch_adam
+    "SGD": _Missing(lr=1e-3),
+    "Adagrad": _Missing(lr=1e-2, eps=1e-10),
+}
+
+
+def fill_optimizer(config: DeepSpeedConfig, filler: Filler) -> OptimizerSpec | None:
+    """Decide the optimizer's values; None when the config leaves it to the Trainer."""
+    section = config.optimizer
+    if section is None or section.type is None:
+        return None
+    filler.put("optimizer.type", section.type, "json")
+    params = section.params or OptimizerParams()
+    if section.type == "SGD":
+        spec = _sgd(params, filler)
+    elif section.type == "Adagrad":
+        spec = _adagrad(params, filler)
+    else:
+        spec = _adam(section, params, filler)
+    if spec.json_type == "Adam" and spec.type == "AdamW" and spec.weight_decay > 0:
+        filler.notes.append(
+            "DeepSpeed's Adam decouples weight decay, so it runs as AdamW; set adam_w_mode to false for plain Adam"
+        )
+    if spec.weight_decay > 0:
+        filler.notes.append(
+            "weight decay reaches biases and norms: the optimizer section puts all parameters in one group"
+        )
+    return spec
+
+
+def _adam(section: Optimizer, params: OptimizerParams, filler: Filler) -> OptimizerSpec:
+    """Adam and AdamW; DeepSpeed: the type AdamW is always decoupled, Adam unless ``adam_w_mode`` is false."""
+    kind: Literal["AdamW", "Adam"] = "Adam" if section.type == "Adam" and params.adam_w_mode is False else "AdamW"
+    missing = _MISSING["torch AdamW" if params.torch_adam and kind == "AdamW" else "Adam"]
+    lr, weight_decay = _lr_and_decay(params, filler, missing)
+    return OptimizerSpec(
+        type=kind,
+        json_type=str(section.type),
+        lr=lr,
+        weight_decay=weight_decay,
+        betas=_betas(params, filler),
+        eps=float(filler.take(f"{_PARAMS}eps", params.eps, "adam_epsilon", filler.args.adam_epsilon, missing.eps)),
+        amsgrad=bool(params.amsgrad),
+    )
+
+
+def _sgd(params: OptimizerParams, filler: Filler) -> OptimizerSpec:
+    lr, weight_decay = _lr_and_decay(params, filler, _MISSING["SGD"])
+    spec = OptimizerSpec(
+        type="SGD",
+        json_type="SGD",
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=filler.own(f"{_PARAMS}momentum", params.momentum, 0.0),
+        dampening=params.dampening or 0.0,
+        nesterov=bool(params.nesterov),
+    )
+    if spec.nesterov and (spec.momentum == 0.0 or spec.dampening != 0.0):
+        filler.faults.append(f"{_PARAMS}nesterov needs a momentum above 0 and a dampening of 0")
+    return spec
+
+
+def _adagrad(params: OptimizerParams, filler: Filler) -> OptimizerSpec:
+    missing = _MISSING["Adagrad"]
+    lr, weight_decay = _lr_and_decay(params, filler, missing)
+    return OptimizerSpec(
+        type="Adagrad",
+        json_type="Adagrad",
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=float(filler.take(f"{_PARAMS}eps", params.eps, "adam_epsilon", filler.args.adam_epsilon, missing.eps)),
+        lr_decay=params.lr_decay or 0.0,
+        initial_accumulator_value=params.initial_accumulator_value or 0.0,
+    )
+
+
+def _lr_and_decay(params: OptimizerParams, filler: Filler, missing: _Missing) -> tuple[float, float]:
+    args = filler.args
+    lr = filler.take(f"{_PARAMS}lr", params.lr, "learning_rate", args.learning_rate, missing.lr)
+    key = f"{_PARAMS}weight_decay"
+    decay = filler.take(key, params.weight_decay, "weight_decay", args.weight_decay, missing.weight_decay)
+    return float(lr), float(decay)
+
+
+def _betas(params: OptimizerParams, filler: Filler) -> tuple[float, float]:
+    """Decide both rates; each is held against its own flag, because each has one."""
+    args, key = filler.args, f"{_PARAMS}betas"
+    if params.betas is None or isinstance(params.betas, str):
+        given = filler.gave("adam_beta1", "adam_beta2")
+        # the flags' defaults are DeepSpeed's too, so a missing key needs no table
+        filler.put(key, (args.adam_beta1, args.adam_beta2), "flag" if given else "default")
+        return (args.adam_beta1, args.adam_beta2)
+    flags = (("adam_beta1", args.adam_beta1), ("adam_beta2", args.adam_beta2))
+    for index, (flag, value) in enumerate(flags):
+        if filler.gave(flag) and params.betas[index] != value:
+            filler.contradict(f"{key}[{index}]", params.betas[index], f"--{flag}", value)
+    filler.put(key, params.betas, "json")
+    return params.betas
