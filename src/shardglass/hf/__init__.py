@@ -1,0 +1,1 @@
+"""What knows transformers: loading, data, the Trainer, the training command."""

@@ -1,0 +1,170 @@
+"""The text of a data file: where it is, and how it falls into JSON records.
+
+Owns everything that needs the text: the nearest file name, JSON or JSON Lines, line and column of a fault and its
+likely cause. Leaves what a record must hold to ``records``.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardglass.errors import DataError, nearest
+
+_LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRecord:
+    """A value of the file before it is judged; ``fault`` says why its line is no JSON, None if it is."""
+
+    place: str
+    value: object
+    fault: str | None = None
+
+
+def read_text(path: Path) -> str:
+    """Return the text of the file.
+
+    Raises:
+        DataError: It cannot be read; a missing one names the nearest file beside it.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise DataError(f"{path}: there is no such file{_neighbour(path)}") from None
+    except IsADirectoryError:
+        raise DataError(f"{path}: this is a folder; give the JSON file in it") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason}); save it as UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def _neighbour(path: Path) -> str:
+    """Say which file was meant, or that its folder is missing."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"; its folder {folder} does not exist either (paths count from {Path.cwd()})"
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    close = nearest(path.name, names)
+    if close:
+        return f" (did you mean {str(folder / close)!r}?)"
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return f"; {folder} holds {shown}" if names else f"; {folder} holds no file"
+
+
+def split_records(text: str, name: str) -> list[RawRecord]:
+    """Cut the text in records: a JSON list, one record alone, or JSON Lines.
+
+    Raises:
+        DataError: The text is no JSON (line, column, likely cause), or no list.
+    """
+    if not text.strip():
+        raise DataError(f"{name}: the file is empty; give it a JSON list of records, or one record a line")
+    if _is_lines(text, name):
+        return _lines(text)
+    value = _parse(text, name)
+    if isinstance(value, dict):
+        if not {"conversations", "messages"} & value.keys():
+            lists = [key for key, entry in value.items() if isinstance(entry, list)]
+            hint = f"; its key {lists[0]!r} holds a list: save that list alone" if lists else ""
+            raise DataError(f"{name}: the file holds one JSON object, not a list of records{hint}")
+        value = [value]
+    if not isinstance(value, list):
+        raise DataError(f"{name}: the file holds {kind_of(value)}, not a list of records")
+    return [RawRecord(place=_place(index, None, record), value=record) for index, record in enumerate(value)]
+
+
+def _is_lines(text: str, name: str) -> bool:
+    """Tell JSON Lines by the name's ending, or by a first line that is a whole object with more behind it."""
+    start = text.lstrip()
+    if name.lower().endswith(_LINES_SUFFIXES):
+        # A list saved under such a name is still a list.
+        return not start.startswith("[") or isinstance(_try(start.split("\n", 1)[0]), list)
+    if not start.startswith("{"):
+        return False
+    first, _, rest = start.partition("\n")
+    return bool(rest.strip()) and isinstance(_try(first), dict)
+
+
+def _lines(text: str) -> list[RawRecord]:
+    """Read one record a line; blank lines are none. A line that is no JSON is a bad record."""
+    raws: list[RawRecord] = []
+    # Not splitlines(): U+2028 and its like may stand inside a JSON string.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        value = _try(line)
+        fault = None
+        if isinstance(value, ValueError | RecursionError):
+            fault = _fault(line, value, number)
+        elif isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            fault = "a list of records stands on one line; write one record a line, or save the file as .json"
+        raws.append(RawRecord(place=_place(len(raws), number, value), value=value, fault=fault))
+    return raws
+
+
+def _try(text: str) -> object:
+    """Return the JSON value, or the error."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError also for whole numbers of too many digits
+        return error
+
+
+def _parse(text: str, name: str) -> object:
+    value = _try(text)
+    if isinstance(value, ValueError | RecursionError):
+        raise DataError(f"{name}: not valid JSON: {_fault(text, value, None)}")
+    return value
+
+
+def _place(index: int, line: int | None, record: object) -> str:
+    parts = [f"line {line}"] if line is not None else []
+    identity = record.get("id") if isinstance(record, dict) else None
+    if isinstance(identity, str | int):
+        parts.append(f"id {str(identity)[:40]!r}")
+    return f"record {index}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+_TRAILING = "a comma before the closing bracket (trailing comma); remove it"
+_CAUSES_BY_TEXT = (
+    (r",\0[}\]]", _TRAILING),
+    (r"\0,\s*[}\]]", _TRAILING),
+    (r"\0(?://|#|/\*)", "JSON has no comments; remove it"),
+    (r"\0'", "single quotes; JSON strings and keys take double quotes"),
+    (r"\0(?:True|False|None)", "this is Python; JSON writes true, false and null"),
+    (r"\0$", "the file ends inside a record or a list (was it cut off?); a closing bracket is missing"),
+)
+"""Likely causes by the text around the fault; \\0 stands where the parser stopped."""
+_CAUSES_BY_MESSAGE = (
+    (
+        "Expecting ',' delimiter",
+        'a comma is missing before this, or a quotation mark in a string is not written as \\"',
+    ),
+    ("Unterminated string", "a string is not closed (was the file cut off?)"),
+    ("Invalid control character", "a line break or tab stands inside a string; write it as \\n or \\t"),
+    ("Invalid \\", "a backslash in a string is not written as \\\\"),
+    ("Extra data", "several JSON values follow each other; put them in one list, or write one record a line"),
+)
+
+
+def _fault(text: str, error: ValueError | RecursionError, line: int | None) -> str:
+    """Say where the syntax breaks and why; ``line`` is the line in the file when ``text`` is only that line."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply to be conversations"
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    around = text[max(0, error.pos - 200) : error.pos].rstrip()[-1:] + "\0" + text[error.pos : error.pos + 200].lstrip()
+    by_text = (say for pattern, say in _CAUSES_BY_TEXT if re.search(pattern, around))
+    by_message = (say for start, say in _CAUSES_BY_MESSAGE if error.msg.startswith(start))
+    cause = next(by_message, None) if error.msg.startswith("Unterminated") else next(by_text, None)
+    cause = cause or next(by_message, None) or error.msg[:1].lower() + error.msg[1:]
+    return f"line {line or error.lineno}, column {error.colno}: {cause}"
+
+
+def kind_of(value: object) -> str:
+    """Name the JSON kind of a value, with its article."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
