@@ -76,7 +76,7 @@ def _fraction(spec: SchedulerSpec, count: int, warmup: int) -> float:
         return 0.0
     if count < warmup:
         return _warmup_fraction(spec, count, warmup)
-    if spec.total_num_steps is None:
+    if spec.type == "WarmupLR" or spec.total_num_steps is None:
         return 1.0
     return max(0.0, (spec.total_num_steps - count) / max(1, spec.total_num_steps - warmup))
 

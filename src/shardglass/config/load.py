@@ -7,8 +7,8 @@ the text to ``source``, the rules to ``sections``, everything that depends on fl
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import get_args
+from os import PathLike
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -40,7 +40,7 @@ class GivenKey:
     say: str
 
 
-def load_config(source: str | Path | Mapping[str, object], *, allow_unknown: bool = False) -> DeepSpeedConfig:
+def load_config(source: str | PathLike[str] | Mapping[str, Any], *, allow_unknown: bool = False) -> DeepSpeedConfig:
     """Read and check a DeepSpeed config.
 
     Args:

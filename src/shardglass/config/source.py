@@ -6,6 +6,7 @@ Owns everything that needs the text. Leaves the meaning of the keys to ``section
 import json
 import re
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardglass.errors import ConfigError
 Json = dict[str, object]
 
 
-def read_source(source: str | Path | Mapping[str, object]) -> tuple[Json, str]:
+def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Json, str]:
     """Return the JSON object, without comment keys, and the name to use in messages.
 
     Args:
@@ -27,7 +28,7 @@ def read_source(source: str | Path | Mapping[str, object]) -> tuple[Json, str]:
         return _mapping(source), "the DeepSpeed config"
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return parse(source, "the DeepSpeed config"), "the DeepSpeed config"
-    if not isinstance(source, str | Path):
+    if not isinstance(source, str | PathLike):
         raise ConfigError(f"a DeepSpeed config is a path or a mapping, not {type(source).__name__}")
     return parse(_text(Path(source)), str(source)), str(source)
 

@@ -95,7 +95,8 @@ def _stage(config: DeepSpeedConfig | None, filler: Filler, stage: int | None) ->
     number = next(value for value in (json_value, stage, 0 if config else EngineOptions().stage) if value is not None)
     if number not in RUNNABLE_STAGES:
         stages = ", ".join(str(runnable) for runnable in RUNNABLE_STAGES)
-        filler.faults.append(f"{key} is {number}: not supported yet; use one of {stages}")
+        name = "--stage" if json_value is None else key
+        filler.faults.append(f"{name} is {number}: not supported yet; use one of {stages}")
     return number
 
 

@@ -118,8 +118,10 @@ def _notes(spec: SchedulerSpec, filler: Filler) -> None:
         "WarmupDecayLR": "falls in a straight line after the warm-up",
         "WarmupCosineLR": "falls along a cosine after the warm-up",
     }
-    first = 0.0 if spec.type == "WarmupCosineLR" else spec.warmup_min_lr
+    first = "first step runs at 0"
+    if spec.type != "WarmupCosineLR":
+        first = f"first two steps run at {spec.warmup_min_lr:g}"
     filler.notes.append(
         f"the scheduler section wins over --lr_scheduler_type {filler.args.lr_scheduler_type}: {spec.type} "
-        f"{after[spec.type]}; as in DeepSpeed, the first optimizer step runs at {first:g}"
+        f"{after[spec.type]}; as in DeepSpeed, the {first}"
     )
