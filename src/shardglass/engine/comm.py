@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardglass.engine.sums import Scratch, ShardSum, sum_parts
+from shardglass.engine.watch import Watch
 from shardglass.errors import CollectiveError, ShardglassError, UsageError
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Pending:
 
     def __init__(self, comm: "Comm", record: Record, works: Sequence[Any], then: Callable[[], None] | None) -> None:
         self._comm, self._record, self._works, self._then = comm, record, works, then
+        comm.watch(record, works)
 
     def wait(self) -> None:
         """Block until it is done, then run what remains; legal once.
@@ -90,10 +92,13 @@ class Comm:
         self.device = device
         self.timeout_s = timeout_s
         backend = "nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=timeout_s)
-        self.data = dist.new_group(ranks, backend=backend, timeout=timeout)
-        self.control = dist.new_group(ranks, backend="gloo", timeout=timeout)
         self.direct = backend == "gloo"
+        timeout = timedelta(seconds=timeout_s)
+        # NCCL's own watchdog ends the process; ours must have spoken before.
+        longer = timeout if self.direct else timeout + timedelta(seconds=30)
+        self.data = dist.new_group(ranks, backend=backend, timeout=longer)
+        self.control = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        self._watch = None if self.direct else Watch(timeout_s, self._report_late)
         self.backend = backend
         self.position = "start"
         self.last_started: Record | None = None
@@ -102,7 +107,9 @@ class Comm:
         self._receive: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def close(self) -> None:
-        """Give the groups back."""
+        """End the watch and give the groups back."""
+        if self._watch is not None:
+            self._watch.close()
         for group in (self.data, self.control):
             dist.destroy_process_group(group)
 
@@ -115,6 +122,14 @@ class Comm:
     def guard(self, record: Record, *, ends: bool) -> "_Guard":
         """Turn a failure inside into a CollectiveError that says where this rank was; ``ends`` notes the end."""
         return _Guard(self, record, ends=ends)
+
+    def watch(self, record: Record, works: Sequence[Any]) -> None:
+        """Have a collective in flight reported if it does not end in time."""
+        if self._watch is not None:
+            self._watch.add(str(record), works)
+
+    def _report_late(self, what: str, age: float) -> None:
+        log.error("rank %d: the %s has not ended after %.0f s; %s", self.rank, what, age, self.where())
 
     def where(self) -> str:
         """One line: the last collective started and the last finished on this rank."""

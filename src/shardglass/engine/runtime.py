@@ -41,8 +41,9 @@ class Runtime:
         self._callback_queued = False
         self._took_step = False
         self._placeholders: list[tuple[nn.Parameter, GradientElsewhere]] = []
-        self._frozen = {name: p.requires_grad for unit in units for name, p in unit.params.items()}
         self._params = {name: p for unit in units for name, p in unit.params.items()}
+        self._trainable = {name: p.requires_grad for name, p in self._params.items()}
+        self._addresses = {name: p.data_ptr() for name, p in self._params.items()}
         self._hooks: list[Any] = []
         grads.on_total(shards.show)
         self._hook_model(units)
@@ -100,12 +101,25 @@ class Runtime:
         if not torch.is_grad_enabled():
             return
         self.end_backward()
+        self._check_params()
+
+    def _check_params(self) -> None:
+        """Refuse a model whose parameters are no longer what was sharded.
+
+        Raises:
+            UsageError: A parameter was frozen, thawed, or moved out of its buffer; names it.
+        """
         for name, param in self._params.items():
-            if param.requires_grad is not self._frozen[name]:
-                was, now = ("trainable", "frozen") if self._frozen[name] else ("frozen", "trainable")
+            if param.requires_grad is not self._trainable[name]:
+                was, now = ("trainable", "frozen") if self._trainable[name] else ("frozen", "trainable")
                 raise UsageError(
                     f"{name} was {was} when the model was sharded and is {now} now; call handle.close(), make the "
                     "optimizer anew and shard() again"
+                )
+            if param.data_ptr() != self._addresses[name]:
+                raise UsageError(
+                    f"{name} does not lie in the engine's buffer any more: model.to(), .half(), .bfloat16() or an assignment to "
+                    ".data replaced it. Do that before shard()"
                 )
 
     def _watch_outputs(self, output: object) -> None:

@@ -1,0 +1,21 @@
+"""The schedulers of the DeepSpeed JSON as a torch scheduler.
+
+Owns one class over ``schedules.lr_at``. Leaves the formulas to ``schedules``.
+"""
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardglass.schedules import SchedulerSpec, lr_at
+
+
+class ConfigSchedule(LRScheduler):
+    """Sets every param_group to the rate of the config's ``scheduler`` section, one step per optimizer step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, spec: SchedulerSpec) -> None:
+        self._spec = spec
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        """The rate of the present step, in fp64, for every group."""
+        return [lr_at(self._spec, self.last_epoch)] * len(self.optimizer.param_groups)

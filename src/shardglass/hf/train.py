@@ -1,0 +1,143 @@
+"""The fine-tuning command: what runs in every process.
+
+Owns the order of things: flags, config, data and tokenizer are checked before any weight is loaded; then train, save, and show
+the summary. Leaves starting processes to torchrun or ``cli``.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from shardglass.errors import ShardglassError
+from shardglass.hf.arguments import Command, parse_command
+from shardglass.hf.data import ConversationDataset, DataOptions, build_collator, build_dataset, load_conversations
+from shardglass.hf.load import check_model_path, load_config_of, load_model, load_tokenizer, prepare_for_training
+from shardglass.hf.summary import SummaryCallback
+from shardglass.hf.trainer import ZeroTrainer, resolve_run
+from shardglass.report.terminal import render_summary
+
+GRACE_S = 5.0
+"""Seconds rank 0 has to say a mistake that every rank found."""
+
+
+def main(argv: Sequence[str] | None = None, *, defaults: Mapping[str, str] | None = None) -> None:
+    """Fine-tune as the flags say; the process ends with code 2 on a user's mistake.
+
+    Args:
+        argv: The flags; None takes the process's own.
+        defaults: Values of flags that are not given, such as ``{"label_policy": "qwen"}``.
+    """
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    _set_up_logging(is_main=is_main)
+    console = Console(soft_wrap=True) if is_main else None
+    try:
+        command = parse_command(sys.argv[1:] if argv is None else list(argv), defaults=defaults or {})
+        trainer = build_trainer(command, is_main=is_main)
+    except ShardglassError as error:
+        _fail(error, shared=True)
+    try:
+        _train(command, trainer, console)
+    except ShardglassError as error:
+        _fail(error, shared=False)
+
+
+@record
+def _train(command: Command, trainer: ZeroTrainer, console: Console | None) -> None:
+    """Train, save, show; ``record`` writes an exception to torchrun's error file."""
+    notes = [*command.notes, *trainer.resolved.notes]
+    if trainer.writes_checkpoints():
+        strategy = command.training.save_strategy.value
+        notes.append(f"--save_strategy {strategy}: no checkpoints are written yet during a run; the final model is saved")
+    if console is not None:
+        for note in notes:
+            console.print(f"note: {note}", highlight=False, markup=False)
+    callback = SummaryCallback(trainer, notes)
+    trainer.add_callback(callback)
+    trainer.train()
+    trainer.save_model()
+    summary = callback.summary()
+    if console is not None:
+        render_summary(summary, console)
+        console.print(f"saved model: {command.training.output_dir}", highlight=False, markup=False)
+    torch.distributed.destroy_process_group()
+
+
+def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
+    """Everything between the flags and ``train()``.
+
+    Raises:
+        ShardglassError: Flags, config, data, tokenizer or model cannot be used; nothing was written.
+    """
+    model_args, data_args, training = command.model, command.data, command.training
+    training.explicit = command.explicit
+    options = DataOptions(
+        label_policy=data_args.label_policy,
+        model_max_length=training.model_max_length,
+        lazy=data_args.lazy_preprocess,
+        skip_bad_records=data_args.skip_bad_records,
+    )
+    check_model_path(model_args.model_name_or_path)
+    where: dict[str, Any] = {
+        "cache_dir": model_args.cache_dir,
+        "trust_remote_code": model_args.trust_remote_code,
+    }
+    load_config_of(model_args.model_name_or_path, **where)
+    records = load_conversations(data_args.data_path, skip_bad_records=options.skip_bad_records, is_main=is_main)
+    tokenizer = load_tokenizer(model_args.model_name_or_path, **where)
+    train_data = build_dataset(records, tokenizer, options, is_main=is_main)
+    eval_data: ConversationDataset | None = None
+    if data_args.eval_data_path:
+        eval_data = build_dataset(data_args.eval_data_path, tokenizer, options, is_main=is_main)
+    resolve_run(training)  # the Trainer does it again; here a wrong config is found before the weights are read
+    model = load_model(
+        model_args.model_name_or_path, attn_implementation=model_args.attn_implementation, **where
+    )
+    prepare_for_training(model, tokenizer, gradient_checkpointing=training.gradient_checkpointing)
+    return ZeroTrainer(
+        model=model,
+        args=training,
+        train_dataset=train_data,
+        eval_dataset=eval_data,
+        data_collator=build_collator(tokenizer, options),
+        processing_class=tokenizer,
+    )
+
+
+def _set_up_logging(*, is_main: bool) -> None:
+    """Only rank 0 speaks; the others when they fail."""
+    logging.basicConfig(level=logging.WARNING if is_main else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    if not is_main:
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+
+
+def _fail(error: ShardglassError, *, shared: bool) -> NoReturn:
+    """One clear line, no traceback, exit code 2; torchrun turns it into its own code 1.
+
+    Args:
+        error: What happened.
+        shared: Whether every rank finds the same mistake by itself, as in flags, config and data. Then rank 0 says it and
+            the others give it time to, before they say that they have one of their own.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if shared and rank != 0:
+        time.sleep(GRACE_S)
+    where = f"rank {rank}: " if rank != 0 or not shared else ""
+    text = str(error) if str(error).startswith("rank ") else f"{where}{error}"
+    Console(stderr=True, soft_wrap=True).print(f"shardglass: {text}", style="red", highlight=False, markup=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No interpreter shutdown: destructors of a process group may wait for ranks that do not come.
+    os._exit(2)
+
+
+if __name__ == "__main__":
+    main()
