@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardglass.config import AUTO, DeepSpeedConfig, Status, given_keys
-from shardglass.config.sections import DataTypes, Fp16, Zero
+from shardglass.config.precision import DataTypes, Fp16
+from shardglass.config.sections import Zero
 from shardglass.errors import UsageError
 from shardglass.options import RUNNABLE_STAGES, EngineOptions
 from shardglass.resolve.batch import fill_batch
