@@ -1,8 +1,8 @@
 """The DeepSpeed JSON as a checked value: reading it, its schema, and its faults, all reported at once.
 
-Never loads torch. ``keys`` says how one value is read, ``sections``, ``precision`` and ``types`` which keys exist and what
-becomes of each, ``source`` reads the file, ``load`` puts them together. Filling ``auto`` and comparing with flags is left to
-``shardglass.resolve``.
+Never loads torch. ``keys`` says how one value is read, ``sections``, ``precision`` and ``types`` which keys exist and
+what becomes of each, ``source`` reads the file, ``load`` puts them together. Filling ``auto`` and comparing with flags
+is left to ``shardglass.resolve``.
 """
 
 from shardglass.config.keys import AUTO, Auto, Status
