@@ -2,9 +2,10 @@
 
     torchrun --nproc_per_node 2 bench/step_time.py --model FOLDER [--dtype bfloat16] [--steps 5]
 
-Every engine trains the same model from the same weights on the same random tokens. Engines take turns step by step, so a machine
-that changes speed changes it for all. The floor is the same model and optimizer without any communication. Prints a table
-of median seconds a step, the ratio to the floor, and the loss of the last step; the first two steps are not counted.
+Every engine trains the same model from the same weights on the same random tokens. Engines take turns step by step,
+so a machine that changes speed changes it for all. The floor is the same model and optimizer without any
+communication. Prints a table of median seconds a step, the ratio to the floor, and the loss of the last step; the
+first two steps are not counted.
 """
 
 import argparse

@@ -95,9 +95,7 @@ class EngineOptions:
             if value is not None and value not in FLOAT_DTYPES:
                 faults.append(f"{key} is {value!r}; it must be one of {', '.join(FLOAT_DTYPES)}")
             if value == "float16":
-                faults.append(
-                    f"{key} float16 needs loss scaling, which is not supported yet; use bfloat16 or float32"
-                )
+                faults.append(f"{key} float16 needs loss scaling, which is not supported yet; use bfloat16 or float32")
         if self.max_skipped_steps < 1:
             faults.append(f"max_skipped_steps is {self.max_skipped_steps}; it must be at least 1")
         if self.collective_timeout_s <= 0:

@@ -1,7 +1,7 @@
 """Storage of parameters and master weights, allocated from the layout.
 
-Owns the whole parameter buffers (the model's parameters become views of them), the master weights, and the first spread of
-rank 0's values. Leaves to ``grads`` and ``optim`` what happens to them in a step.
+Owns the whole parameter buffers (the model's parameters become views of them), the master weights, and the first
+spread of rank 0's values. Leaves to ``grads`` and ``optim`` what happens to them in a step.
 """
 
 from collections.abc import Mapping
@@ -21,21 +21,24 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """dtype of the master weights, states and gradient sums of parameters of ``dtype``: at least fp32."""
+    """Dtype of the master weights, states and gradient sums of parameters of ``dtype``: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class ParamBuffer:
     """One buffer of the layout in memory.
 
-    The model's parameters are views of ``whole``. ``master`` is what the optimizer updates: the same memory if the model's
-    dtype is precise enough, else a copy in fp32 made from the numbers the parameters had before they were cast.
+    The model's parameters are views of ``whole``. ``master`` is what the optimizer updates: the same memory if the
+    model's dtype is precise enough, else a copy in fp32 made from the numbers the parameters had before they were
+    cast.
     """
 
     whole: Tensor  # [numel] in the model's dtype
     master: Tensor | None  # [shard_numel], or [numel] at stage 0, fp32; None for a frozen buffer
 
-    def __init__(self, layout: Buffer, index: int, params: Mapping[str, nn.Parameter], comm: Comm, stage: Stage) -> None:
+    def __init__(
+        self, layout: Buffer, index: int, params: Mapping[str, nn.Parameter], comm: Comm, stage: Stage
+    ) -> None:
         """Move the parameters into one buffer and spread rank 0's values; collective.
 
         Args:

@@ -1,15 +1,16 @@
 """Every collective of the engine.
 
-Owns the process groups, the form a collective takes on each backend, the record of what each rank is in, and the errors of a
-collective that fails. Leaves to the callers the order: it must follow from the layout, see [Note: order].
+Owns the process groups, the form a collective takes on each backend, the record of what each rank is in, and the
+errors of a collective that fails. Leaves to the callers the order: it must follow from the layout, see [Note: order].
 
-[Note: order] Ranks match collectives by their order (NCCL) or by tag (gloo's point to point, where the tag is the kind and the
-buffer). Callers launch reductions in reverse layout order and gathers in layout order, never in the order hooks fire.
+[Note: order] Ranks match collectives by their order (NCCL) or by tag (gloo's point to point, where the tag is the
+kind and the buffer). Callers launch reductions in reverse layout order and gathers in layout order, never in the
+order hooks fire.
 
-[Note: forms] On NCCL the single-tensor collectives. On gloo a direct exchange: every rank sends each peer its shard of the
-buffer and receives its own shard from each peer: (n - 1) / n of the buffer each way, as a ring, in one hop, and faster than
-gloo's own reduce_scatter by a factor of about three (bench/). The parts are added in rank order in the accumulation dtype,
-so the sum does not depend on timing, and bfloat16 gradients lose nothing between ranks.
+[Note: forms] On NCCL the single-tensor collectives. On gloo a direct exchange: every rank sends each peer its shard
+of the buffer and receives its own shard from each peer: (n - 1) / n of the buffer each way, as a ring, in one hop,
+and faster than gloo's own reduce_scatter by a factor of about three (bench/). The parts are added in rank order in
+the accumulation dtype, so the sum does not depend on timing, and bfloat16 gradients lose nothing between ranks.
 """
 
 import logging
@@ -75,8 +76,8 @@ class Pending:
 class Comm:
     """The engine's own process groups and its collectives.
 
-    ``data`` carries tensors on the model's device. ``control`` is a gloo group for host decisions, so that agreeing on a flag
-    never drains a GPU. Both have exactly the ranks of the group given.
+    ``data`` carries tensors on the model's device. ``control`` is a gloo group for host decisions, so that agreeing
+    on a flag never drains a GPU. Both have exactly the ranks of the group given.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None) -> None:
@@ -153,7 +154,9 @@ class Comm:
                 received = self._take_receive(flat, shard)
                 works = []
                 for k, peer, source in self._peers():
-                    works += self._post(flat[peer * shard : (peer + 1) * shard], peer, self._tag(REDUCE, buffer), send=True)
+                    works += self._post(
+                        flat[peer * shard : (peer + 1) * shard], peer, self._tag(REDUCE, buffer), send=True
+                    )
                     works += self._post(received[k], source, self._tag(REDUCE, buffer), send=False)
             own = flat[self.rank * shard : (self.rank + 1) * shard]
 
@@ -171,8 +174,8 @@ class Comm:
     def reduce_whole(self, buffer: int, what: str, flat: Tensor, into: ShardSum, whole: Tensor) -> Pending:
         """As ``reduce_shard``, with the mean wanted whole on every rank (stage 0).
 
-        On gloo ``into.out`` must be this rank's shard of ``whole``: the summed shards are gathered in place, so every stage
-        computes the same bits. On NCCL one all_reduce, and ``into.out`` must be ``whole`` itself.
+        On gloo ``into.out`` must be this rank's shard of ``whole``: the summed shards are gathered in place, so
+        every stage computes the same bits. On NCCL one all_reduce, and ``into.out`` must be ``whole`` itself.
         """
         if self.direct:
             first = self.reduce_shard(buffer, what, flat, into)

@@ -3,18 +3,20 @@
 Owns the counting of gradients, the order of reductions, accumulation over micro-batches and the two ways a user clears
 gradients. Leaves the sum itself to ``comm`` and the step to ``optim``.
 
-[Note: one backward] Each backward is a round. A gradient is copied into its buffer's flat as soon as autograd has it, and its own
-memory is dropped. When all of a buffer's gradients are here, and every buffer behind it in forward order was launched, its
-reduction starts while backward goes on. When backward ends, what is missing counts as zero and is launched in the same
-order. A gradient that comes after its buffer was launched (a module used again under reentrant checkpointing, a second
-backward) waits; at the end of the round all ranks exchange one row of numbers, always, and a buffer that has late gradients
-on any rank is reduced once more by all. So the sequence of collectives follows from the layout and that row alone.
+[Note: one backward] Each backward is a round. A gradient is copied into its buffer's flat as soon as autograd has
+it, and its own memory is dropped. When all of a buffer's gradients are here, and every buffer behind it in forward
+order was launched, its reduction starts while backward goes on. When backward ends, what is missing counts as zero
+and is launched in the same order. A gradient that comes after its buffer was launched (a module used again under
+reentrant checkpointing, a second backward) waits; at the end of the round all ranks exchange one row of numbers,
+always, and a buffer that has late gradients on any rank is reduced once more by all. So the sequence of collectives
+follows from the layout and that row alone.
 
-[Note: local] Under ``no_sync`` a round communicates nothing: gradients are added to a whole buffer in the accumulation dtype. The
-next round outside (or the step) reduces that sum.
+[Note: local] Under ``no_sync`` a round communicates nothing: gradients are added to a whole buffer in the
+accumulation dtype. The next round outside (or the step) reduces that sum.
 
-[Note: cleared] What is accumulated counts as long as the optimizer's slices still have their ``.grad`` and the parameters their
-placeholder: ``optimizer.zero_grad()`` and ``model.zero_grad()`` both take one of them away, and that is how a clear is seen.
+[Note: cleared] What is accumulated counts as long as the optimizer's slices still have their ``.grad`` and the
+parameters their placeholder: ``optimizer.zero_grad()`` and ``model.zero_grad()`` both take one of them away, and that
+is how a clear is seen.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +34,7 @@ from shardglass.errors import CollectiveError, InvariantError, UsageError
 from shardglass.options import EngineOptions
 
 MAX_IN_FLIGHT = 1
-"""Reductions under way while the next buffer fills: one hides behind the backward of a whole unit; more cost a buffer each."""
+"""Reductions under way while the next buffer fills: one hides behind a unit's backward; more cost a buffer each."""
 
 
 class Phase(Enum):
@@ -46,7 +48,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Largest and smallest gradient element of one parameter in one micro-batch, before the reduction; read on failure only."""
+    """Extremes of one parameter's gradient in one micro-batch, before the reduction; read on failure only."""
 
     name: str
     micro_batch: int
@@ -189,8 +191,8 @@ class Gradients:
             return
         if grad.requires_grad:
             raise UsageError(
-                f"{bucket.buffer.layout.params[k].name}: backward(create_graph=True) needs whole gradients that stay alive; "
-                "sharded training does not support it"
+                f"{bucket.buffer.layout.params[k].name}: backward(create_graph=True) needs whole gradients that stay "
+                "alive; sharded training does not support it"
             )
         self.open_round()
         if bucket.phase in (Phase.LAUNCHED, Phase.REDUCED):
@@ -231,9 +233,7 @@ class Gradients:
         if grad.numel():
             low, high = torch.aminmax(grad)
             name = bucket.buffer.layout.params[k].name
-            self.observations.append(
-                Observation(name=name, micro_batch=self.micro_batch, smallest=low, largest=high)
-            )
+            self.observations.append(Observation(name=name, micro_batch=self.micro_batch, smallest=low, largest=high))
 
     # ---- launching ----
 
@@ -378,7 +378,7 @@ class Gradients:
         self.micro_batch = 0
 
     def bad_gradients(self, rank: int) -> list[str]:
-        """Texts naming parameters of this rank whose gradient was inf or nan since the last step; waits for the device."""
+        """Name this rank's gradients that were inf or nan since the last step; waits for the device."""
         return [
             f"rank {rank}, {seen.name}, micro-batch {seen.micro_batch}" for seen in self.observations if seen.is_bad()
         ]
@@ -394,4 +394,3 @@ class Gradients:
 def _nothing(bucket: Bucket) -> None:
     """Default of ``on_total``."""
     raise InvariantError(f"nobody takes the gradients of {bucket.buffer.layout.key}")
-

@@ -41,9 +41,9 @@ def shard(
 ) -> "Handle":
     """Shard a model's training state over the ranks, in place; collective.
 
-    Afterwards the model's parameters are views of flat buffers with rank 0's values, and the optimizer's param_groups hold this
-    rank's flat slices of the master weights. Forward, backward, ``optimizer.step()``, schedulers and both ``zero_grad()``
-    work as before. The gradient is the mean over ranks.
+    Afterwards the model's parameters are views of flat buffers with rank 0's values, and the optimizer's
+    param_groups hold this rank's flat slices of the master weights. Forward, backward, ``optimizer.step()``,
+    schedulers and both ``zero_grad()`` work as before. The gradient is the mean over ranks.
 
     Args:
         model: Any module whose parameters are on one device.
@@ -166,7 +166,8 @@ class Handle:
     def no_sync(self) -> Iterator[None]:
         """In it, backward adds gradients up on each rank and communicates nothing.
 
-        The next backward outside, or the step, reduces the sum. Costs a whole gradient in the accumulation dtype a rank.
+        The next backward outside, or the step, reduces the sum. Costs a whole gradient in the accumulation dtype a
+        rank.
         """
         self._check_open()
         grads = self._parts.grads
@@ -205,8 +206,9 @@ class Handle:
             name: Its full dotted name.
 
         Returns:
-            "param" in the model's dtype; for a trainable one also "master" (fp32), "grad" (the accumulated mean, if there
-            is one) and each state of the optimizer by torch's key, in the parameter's shape; scalars such as "step" as 0-d.
+            "param" in the model's dtype; for a trainable one also "master" (fp32), "grad" (the accumulated mean, if
+            there is one) and each state of the optimizer by torch's key, in the parameter's shape; scalars such as
+            "step" as 0-d.
 
         Raises:
             UsageError: No parameter has this name.
@@ -295,7 +297,7 @@ class Handle:
         return self._parts.comm.where()
 
     def close(self) -> None:
-        """Take every hook off and give each parameter its own memory; the optimizer gets the model's parameters back."""
+        """Take every hook off; parameters get memory of their own, and the optimizer gets them back."""
         if self._closed:
             return
         self._parts.runtime.wait_params()

@@ -1,11 +1,11 @@
 """The user's optimizer on this rank's shards.
 
-Owns the edit of ``param_groups``, the gradient norm, clipping, and the decision whether a step is taken. Leaves gradients to
-``grads`` and the spread of updated parameters to ``runtime``.
+Owns the edit of ``param_groups``, the gradient norm, clipping, and the decision whether a step is taken. Leaves
+gradients to ``grads`` and the spread of updated parameters to ``runtime``.
 
-[Note: slices] Each entry of a param_group becomes the rank's own runs of the master weights, one per buffer, as views: the group keeps
-its options, so schedulers, weight decay and per-group rates hold. Padding in a run has weight, gradient and state zero,
-and every element-wise update leaves zero there.
+[Note: slices] Each entry of a param_group becomes the rank's own runs of the master weights, one per buffer, as
+views: the group keeps its options, so schedulers, weight decay and per-group rates hold. Padding in a run has
+weight, gradient and state zero, and every element-wise update leaves zero there.
 """
 
 import logging
@@ -54,8 +54,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: EngineOptions) ->
         return
     known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
     raise OptimizerError(
-        f"{type(optimizer).__name__} cannot be sharded: it is not known to update each element by itself, and shards cut "
-        f"matrices anywhere. Use one of {known}; if your optimizer is element-wise, pass "
+        f"{type(optimizer).__name__} cannot be sharded: it is not known to update each element by itself, and shards "
+        f"cut matrices anywhere. Use one of {known}; if your optimizer is element-wise, pass "
         "EngineOptions(allow_any_optimizer=True)"
     )
 
@@ -210,8 +210,8 @@ class OptimizerShards:
         message = f"step {grads.step} skipped, its gradient is inf or nan: {shown}"
         if self._skipped_in_a_row >= self._options.max_skipped_steps:
             raise NonFiniteError(
-                f"{message}. {self._skipped_in_a_row} steps in a row were skipped: look at the data of that micro-batch, lower the "
-                "learning rate, or set skip_nonfinite=False to go on"
+                f"{message}. {self._skipped_in_a_row} steps in a row were skipped: look at the data of that "
+                "micro-batch, lower the learning rate, or set skip_nonfinite=False to go on"
             )
         if self._comm.rank == 0:
             log.warning("%s", message)
@@ -259,8 +259,8 @@ def _move_state(owned: OwnedRun, old: dict[Any, dict[str, Any]]) -> dict[str, An
                 state[key][at : at + piece.length].copy_(value.reshape(-1)[piece.start : piece.start + piece.length])
             elif key in state and not _same(state[key], value):
                 raise OptimizerError(
-                    f"optimizer state {key!r} of {piece.name} is {value}, of other parameters of its group {state[key]}; "
-                    "shard() keeps the state of an optimizer only if its parameters were stepped equally often"
+                    f"optimizer state {key!r} of {piece.name} is {value}, of other parameters of its group "
+                    f"{state[key]}; shard() keeps the state of an optimizer only if its parameters were stepped equally often"
                 )
             else:
                 state[key] = value.clone() if isinstance(value, Tensor) else value

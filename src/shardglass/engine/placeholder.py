@@ -1,7 +1,7 @@
 """What stands in a parameter's ``.grad`` while the gradient itself is in the shards.
 
-Owns one tensor subclass. It makes two things possible without touching the user's objects: a clear error where somebody would
-compute with a gradient that is elsewhere, and seeing that ``zero_grad()`` was called.
+Owns one tensor subclass. It makes two things possible without touching the user's objects: a clear error where
+somebody would compute with a gradient that is elsewhere, and seeing that ``zero_grad()`` was called.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,8 @@ _ZEROING = {"zero_", "_foreach_zero_"}
 class GradientElsewhere(torch.Tensor):
     """A gradient that is sharded: it has the parameter's shape, and one element of memory.
 
-    Asking for its shape, dtype or device works, and so do both forms of ``zero_grad``. Any computation raises UsageError.
+    Asking for its shape, dtype or device works, and so do both forms of ``zero_grad``. Any computation raises
+    UsageError.
     """
 
     cleared: bool

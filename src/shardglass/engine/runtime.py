@@ -1,11 +1,12 @@
 """The hooks that drive a sharded model.
 
-Owns every hook on the user's model and optimizer, and the gathers in flight. Leaves what they do to ``grads`` and ``optim``.
+Owns every hook on the user's model and optimizer, and the gathers in flight. Leaves what they do to ``grads`` and
+``optim``.
 
-[Note: end of backward] A callback of autograd's engine that is queued from a parameter's hook fires at the end of the first INNER
-backward under reentrant checkpointing. So it is queued from a gradient hook on the root module's outputs, which runs in the
-outer backward. A loss that does not come from the root's forward has no such hook; its round is ended by the next thing
-that needs it: clipping, the step, the next forward.
+[Note: end of backward] A callback of autograd's engine that is queued from a parameter's hook fires at the end of
+the first INNER backward under reentrant checkpointing. So it is queued from a gradient hook on the root module's
+outputs, which runs in the outer backward. A loss that does not come from the root's forward has no such hook; its
+round is ended by the next thing that needs it: clipping, the step, the next forward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -118,8 +119,8 @@ class Runtime:
                 )
             if param.data_ptr() != self._addresses[name]:
                 raise UsageError(
-                    f"{name} does not lie in the engine's buffer any more: model.to(), .half(), .bfloat16() or an assignment to "
-                    ".data replaced it. Do that before shard()"
+                    f"{name} does not lie in the engine's buffer any more: model.to(), .half(), .bfloat16() or an "
+                    "assignment to .data replaced it. Do that before shard()"
                 )
 
     def _watch_outputs(self, output: object) -> None:

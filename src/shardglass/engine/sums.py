@@ -1,7 +1,8 @@
 """Sums of gradients in pieces that stay in the cache.
 
-Owns the arithmetic of adding parts of different dtypes. A mixed-dtype add (bfloat16 into float32) is five times slower on CPU
-than a cast into the cache followed by an add, and a whole-size temporary costs page faults; so both happen piece by piece.
+Owns the arithmetic of adding parts of different dtypes. A mixed-dtype add (bfloat16 into float32) is five times
+slower on CPU than a cast into the cache followed by an add, and a whole-size temporary costs page faults; so both
+happen piece by piece.
 """
 
 from collections.abc import Sequence

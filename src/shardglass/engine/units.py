@@ -1,11 +1,12 @@
 """Model and optimizer to units and ParamSpecs.
 
-Owns the choice of units and the checks that need names: tied, frozen, missing and foreign parameters. Leaves to ``layout``
-where an element lies.
+Owns the choice of units and the checks that need names: tied, frozen, missing and foreign parameters. Leaves to
+``layout`` where an element lies.
 
-[Note: units] A unit is what is reduced and gathered together. Each block of the model's outermost repeated lists is one. What
-lies before, between and behind them in model order are the root units ``root:0``, ``root:1``, ...: the embedding is needed
-first and its gradient comes last, the head the other way round, so one unit for both would wait for everything.
+[Note: units] A unit is what is reduced and gathered together. Each block of the model's outermost repeated lists is
+one. What lies before, between and behind them in model order are the root units ``root:0``, ``root:1``, ...: the
+embedding is needed first and its gradient comes last, the head the other way round, so one unit for both would wait
+for everything.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +44,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def find_blocks(model: nn.Module) -> list[str]:
     """Names of the blocks: children of the outermost repeated lists, in model order.
 
-    A repeated list is a ModuleList or Sequential of at least two children of one class that have modules of their own and
-    parameters (so a Sequential of Linear layers is none).
+    A repeated list is a ModuleList or Sequential of at least two children of one class that have modules of their
+    own and parameters (so a Sequential of Linear layers is none).
     """
     found: list[str] = []
 
@@ -114,11 +115,7 @@ def _prefixes_of(name: str, prefixes: Mapping[str, str]) -> Iterator[str]:
 def _owners(model: nn.Module, params: Mapping[str, nn.Parameter]) -> tuple[nn.Module, ...]:
     """Every module that has one of the parameters as its own attribute, second names of tied weights included."""
     wanted = {id(p) for p in params.values()}
-    return tuple(
-        module
-        for module in model.modules()
-        if any(id(p) in wanted for p in module.parameters(recurse=False))
-    )
+    return tuple(module for module in model.modules() if any(id(p) in wanted for p in module.parameters(recurse=False)))
 
 
 def _chosen_names(model: nn.Module, chosen: Sequence[str | nn.Module]) -> list[str]:

@@ -1,7 +1,8 @@
 """Says where this rank is when a collective on a GPU does not end.
 
-Owns one small thread. gloo's wait raises by itself when its time is over; NCCL's does not block the host, so a hang shows only
-at the next host read, and NCCL's own watchdog then knows a sequence number and no tensor. The thread polls the works instead.
+Owns one small thread. gloo's wait raises by itself when its time is over; NCCL's does not block the host, so a hang
+shows only at the next host read, and NCCL's own watchdog then knows a sequence number and no tensor. The thread
+polls the works instead.
 """
 
 import logging

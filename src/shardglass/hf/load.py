@@ -22,7 +22,9 @@ def check_model_path(name: str) -> None:
     Raises:
         ModelError: The folder does not exist (with the nearest name beside it), or has no config.json or no weights.
     """
-    looks_local = os.path.sep in name.rstrip(os.path.sep) and (name.startswith((".", "~", os.path.sep)) or name.count(os.path.sep) > 1)
+    looks_local = os.path.sep in name.rstrip(os.path.sep) and (
+        name.startswith((".", "~", os.path.sep)) or name.count(os.path.sep) > 1
+    )
     path = Path(name).expanduser()
     if not path.exists():
         if looks_local or path.parent.is_dir() and path.parent != Path():
@@ -110,8 +112,8 @@ def prepare_for_training(model: Any, tokenizer: Any, *, gradient_checkpointing: 
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model's embedding {rows} rows; use the tokenizer of the "
-            "model, or resize the embedding and save the model first"
+            f"the tokenizer has {len(tokenizer)} tokens and the model's embedding {rows} rows; use the tokenizer of "
+            "the model, or resize the embedding and save the model first"
         )
     if gradient_checkpointing:
         model.config.use_cache = False

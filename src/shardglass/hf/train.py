@@ -1,7 +1,7 @@
 """The fine-tuning command: what runs in every process.
 
-Owns the order of things: flags, config, data and tokenizer are checked before any weight is loaded; then train, save, and show
-the summary. Leaves starting processes to torchrun or ``cli``.
+Owns the order of things: flags, config, data and tokenizer are checked before any weight is loaded; then train,
+save, and show the summary. Leaves starting processes to torchrun or ``cli``.
 """
 
 import logging
@@ -55,7 +55,9 @@ def _train(command: Command, trainer: ZeroTrainer, console: Console | None) -> N
     notes = [*command.notes, *trainer.resolved.notes]
     if trainer.writes_checkpoints():
         strategy = command.training.save_strategy.value
-        notes.append(f"--save_strategy {strategy}: no checkpoints are written yet during a run; the final model is saved")
+        notes.append(
+            f"--save_strategy {strategy}: no checkpoints are written yet during a run; the final model is saved"
+        )
     if console is not None:
         for note in notes:
             console.print(f"note: {note}", highlight=False, markup=False)
@@ -97,9 +99,7 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
     if data_args.eval_data_path:
         eval_data = build_dataset(data_args.eval_data_path, tokenizer, options, is_main=is_main)
     resolve_run(training)  # the Trainer does it again; here a wrong config is found before the weights are read
-    model = load_model(
-        model_args.model_name_or_path, attn_implementation=model_args.attn_implementation, **where
-    )
+    model = load_model(model_args.model_name_or_path, attn_implementation=model_args.attn_implementation, **where)
     prepare_for_training(model, tokenizer, gradient_checkpointing=training.gradient_checkpointing)
     return ZeroTrainer(
         model=model,
@@ -113,7 +113,9 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
 
 def _set_up_logging(*, is_main: bool) -> None:
     """Only rank 0 speaks; the others when they fail."""
-    logging.basicConfig(level=logging.WARNING if is_main else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING if is_main else logging.ERROR, format="%(levelname)s %(name)s: %(message)s"
+    )
     if not is_main:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -124,8 +126,8 @@ def _fail(error: ShardglassError, *, shared: bool) -> NoReturn:
 
     Args:
         error: What happened.
-        shared: Whether every rank finds the same mistake by itself, as in flags, config and data. Then rank 0 says it and
-            the others give it time to, before they say that they have one of their own.
+        shared: Whether every rank finds the same mistake by itself, as in flags, config and data. Then rank 0 says
+            it and the others give it time to, before they say that they have one of their own.
     """
     rank = int(os.environ.get("RANK", "0"))
     if shared and rank != 0:

@@ -1,11 +1,12 @@
 """The Trainer integration: a mixin over any ``transformers.Trainer``.
 
-Owns the places where a Trainer meets the engine: what is sharded when, which micro-batches communicate, the norm, skipped
-steps, saving. Leaves arguments to ``arguments``, the config's meaning to ``resolve``, training itself to the Trainer.
+Owns the places where a Trainer meets the engine: what is sharded when, which micro-batches communicate, the norm,
+skipped steps, saving. Leaves arguments to ``arguments``, the config's meaning to ``resolve``, training itself to
+the Trainer.
 
-[Note: what is overridden] Accelerate must neither wrap the model in DDP nor install autocast: the model is marked as prepared (the one
-attribute of ours on a user's object) and the Accelerator is made with mixed_precision "no", since only parameters are cast.
-Everything else is a documented Trainer method.
+[Note: what is overridden] Accelerate must neither wrap the model in DDP nor install autocast: the model is marked
+as prepared (the one attribute of ours on a user's object) and the Accelerator is made with mixed_precision "no",
+since only parameters are cast. Everything else is a documented Trainer method.
 """
 
 import logging
@@ -41,8 +42,8 @@ ZeroConfig = str | os.PathLike[str] | Mapping[str, Any]
 class ZeroMixin:
     """ZeRO over a ``transformers.Trainer`` or a subclass of it: ``class MyTrainer(ZeroMixin, SFTTrainer): ...``.
 
-    Takes the Trainer's own arguments, and ``zero_config=``: a DeepSpeed JSON as path or dict, for argument classes that have
-    no field for it. With ZeroTrainingArguments the ``deepspeed`` field does the same.
+    Takes the Trainer's own arguments, and ``zero_config=``: a DeepSpeed JSON as path or dict, for argument classes
+    that have no field for it. With ZeroTrainingArguments the ``deepspeed`` field does the same.
 
     Attributes:
         handle: The engine's handle, once training began; None before.
@@ -77,7 +78,9 @@ class ZeroMixin:
         faults = []
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # type: ignore[attr-defined]
             other = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP"  # type: ignore[attr-defined]
-            faults.append(f"Accelerate's own {other} plugin is on: turn it off in its config, shardglass does the sharding")
+            faults.append(
+                f"Accelerate's own {other} plugin is on: turn it off in its config, shardglass does the sharding"
+            )
         if args.n_gpu > 1:
             faults.append(f"one process sees {args.n_gpu} GPUs: start with torchrun, one process per GPU")
         if args.load_best_model_at_end:
@@ -94,11 +97,15 @@ class ZeroMixin:
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
         return {**built, "mixed_precision": "no"}
 
+    _sharded_model: nn.Module | None = None
+    optimizer: Any
+    lr_scheduler: Any
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer as the config or the Trainer means it, then shard it and the model.
 
-        The ``optimizer`` section of a config puts all trainable parameters in one group; without it the Trainer makes a group
-        with and one without weight decay.
+        The ``optimizer`` section of a config puts all trainable parameters in one group; without it the Trainer
+        makes a group with and one without weight decay.
         """
         wanted: Any = self.model if model is None else model  # type: ignore[attr-defined, has-type]
         if self.handle is not None and self._sharded_model is wanted:
@@ -118,9 +125,6 @@ class ZeroMixin:
         wanted._is_accelerate_prepared = True  # see [Note: what is overridden]
         return self.optimizer
 
-    _sharded_model: nn.Module | None = None
-    optimizer: Any
-
     def engine_options(self) -> EngineOptions:
         """The engine's options of this run."""
         args: Any = self.args  # type: ignore[attr-defined]
@@ -133,7 +137,9 @@ class ZeroMixin:
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Make the config's scheduler if it has one, now that the number of steps is known; else the Trainer's."""
-        self._run_arguments = replace(self._run_arguments, total_steps=num_training_steps, hidden_size=self._hidden_size())
+        self._run_arguments = replace(
+            self._run_arguments, total_steps=num_training_steps, hidden_size=self._hidden_size()
+        )
         args: Any = self.args  # type: ignore[attr-defined]
         self.resolved = resolve(
             self._zero_config,
@@ -147,8 +153,6 @@ class ZeroMixin:
             self._created_lr_scheduler = True
             return self.lr_scheduler
         return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
-
-    lr_scheduler: Any
 
     def _hidden_size(self) -> int:
         """Width of the model: its config's, else the most frequent last dimension of its matrices."""
@@ -204,7 +208,8 @@ class ZeroMixin:
         """
         if resume_from_checkpoint or self.args.resume_from_checkpoint:  # type: ignore[attr-defined]
             raise ConfigError(
-                "resume_from_checkpoint: resuming is not supported yet; start from the model's folder, or remove the flag"
+                "resume_from_checkpoint: resuming is not supported yet; start from the model's folder, or remove "
+                "the flag"
             )
         return super().train(None, *args, **kwargs)  # type: ignore[misc]
 
@@ -217,7 +222,7 @@ class ZeroMixin:
         log.info("step %d: no checkpoint is written", self.state.global_step)  # type: ignore[attr-defined]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Save model and tokenizer so that a failure leaves what the folder held: write beside, then move file by file."""
+        """Save model and tokenizer; a failure leaves what the folder held: write beside, then move file by file."""
         args: Any = self.args  # type: ignore[attr-defined]
         if not args.should_save:
             return

@@ -1,6 +1,7 @@
 """Questions to a layout.
 
-Owns every answer that follows from a Layout by arithmetic: where an element is, what a rank holds, what a boundary cuts.
+Owns every answer that follows from a Layout by arithmetic: where an element is, what a rank holds, what a boundary
+cuts.
 """
 
 from bisect import bisect_left, bisect_right
@@ -130,7 +131,8 @@ def group_runs(layout: Layout, rank: int, *, whole: bool = False) -> tuple[Group
     Args:
         layout: The layout.
         rank: Whose shard.
-        whole: Take each buffer whole, as a stage does that does not shard optimizer state; offsets then count in the buffer.
+        whole: Take each buffer whole, as a stage does that does not shard optimizer state; offsets then count in
+            the buffer.
     """
     runs = []
     for b, buffer in enumerate(layout.buffers):

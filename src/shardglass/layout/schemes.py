@@ -17,9 +17,10 @@ ALIGN_BYTES = 16
 def units_layout(params: Sequence[ParamSpec], world_size: int) -> Layout:
     """The layout of the native engine.
 
-    One buffer per (unit, dtype, trainable): trainable buffers before frozen ones, dtypes in order of first appearance. In a
-    buffer the parameters of one optimizer group lie together, groups ascending, each in model order. Each start is aligned
-    to 16 bytes. The end is padded so that ``world_size`` equal shards come out, each starting at a multiple of 16 bytes.
+    One buffer per (unit, dtype, trainable): trainable buffers before frozen ones, dtypes in order of first
+    appearance. In a buffer the parameters of one optimizer group lie together, groups ascending, each in model
+    order. Each start is aligned to 16 bytes. The end is padded so that ``world_size`` equal shards come out, each
+    starting at a multiple of 16 bytes.
 
     Args:
         params: In model order; units in forward order of their first appearance.

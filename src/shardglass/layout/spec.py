@@ -1,10 +1,12 @@
 """The values a layout is made of, and their JSON form.
 
-Owns ParamSpec, Buffer and Layout. Leaves to ``schemes`` how parameters are put in buffers, and to ``query`` every question.
+Owns ParamSpec, Buffer and Layout. Leaves to ``schemes`` how parameters are put in buffers, and to ``query`` every
+question.
 
 A layout is a list of buffers. A buffer is a run of elements that holds whole parameters at known offsets and is cut in
-``world_size`` equal shards; rank r owns elements [r * shard_numel, (r + 1) * shard_numel). Every scheme (ours, DeepSpeed's,
-FSDP2's) is a choice of which parameters share a buffer, of the padding between them, and of ``shard_numel``.
+``world_size`` equal shards; rank r owns elements [r * shard_numel, (r + 1) * shard_numel). Every scheme (ours,
+DeepSpeed's, FSDP2's) is a choice of which parameters share a buffer, of the padding between them, and of
+``shard_numel``.
 """
 
 import hashlib
