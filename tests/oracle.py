@@ -1,7 +1,8 @@
 """The specification the engine is held against: plain PyTorch, one process, no sharding, nothing clever.
 
-It keeps fp32 master weights and an optimizer over them. Every rank's every micro-batch is a forward and a backward of the
-model in its own dtype; gradients are summed over ranks in fp32, divided by their number, and added up over micro-batches.
+It keeps fp32 master weights and an optimizer over them. Every rank's every micro-batch is a forward and a backward of
+the model in its own dtype; gradients are summed over ranks in fp32 in rank order, multiplied by one over their number,
+and added up over micro-batches.
 """
 
 from collections.abc import Callable, Iterable
@@ -64,7 +65,7 @@ class Oracle:
                     total[name] += p.grad.float()
         self.model.zero_grad()
         for name, t in total.items():
-            self.gradients[name] += t / self.world_size
+            self.gradients[name] += t * (1.0 / self.world_size)
         return values
 
     def clip(self, max_norm: float | None = None) -> float:

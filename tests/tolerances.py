@@ -8,13 +8,13 @@ ORDER_FP32 = 2e-6
 gradients that cancel partly."""
 
 ADAM_FP32 = 2e-4
-"""Masters and Adam states after three fp32 steps whose gradients differ by ``ORDER_FP32``: Adam divides by the root of the
-second moment, so an element whose gradient is near zero carries its relative error, which has no bound by the tensor's
-largest gradient, into an update of full size (lr, here at most 1e-2 of weights around 0.1)."""
+"""Masters and Adam states after three fp32 steps whose gradients differ by ``ORDER_FP32``: Adam divides by the root of
+the second moment, so an element whose gradient is near zero carries its relative error, which has no bound by the
+tensor's largest gradient, into an update of full size (lr, here at most 1e-2 of weights around 0.1)."""
 
 TRAJECTORY_BF16 = 5e-2
-"""Three bf16 steps where one gradient or weight rounds to the neighbouring bf16 number (4e-3 of itself): it changes the next
-forward and so every later gradient a little, and Adam turns near-zero gradients into updates of full size."""
+"""Three bf16 steps where one gradient or weight rounds to the neighbouring bf16 number (4e-3 of itself): it changes the
+next forward and so every later gradient a little, and Adam turns near-zero gradients into updates of full size."""
 
 LOSS_FP32 = 1e-6
 """A loss from weights that differ by roundings of fp32."""
@@ -24,3 +24,7 @@ LOSS_BF16 = 1e-2
 
 NORM_FLOAT64 = 1e-6
 """The engine's promise: its norm against the same gradients' norm in float64."""
+
+FUSED_TAIL = 1e-6
+"""torch's fused CPU kernels round the last elements of a tensor, which do not fill a vector register, otherwise than
+the rest (a contracted multiply-add); in a shard other elements are last. One rounding of 6e-8 a step in a state."""

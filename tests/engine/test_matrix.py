@@ -1,8 +1,8 @@
-"""Every stage, dtype, world size, accumulation, clipping and parameter setup against unsharded training.
+"""Every stage, dtype, world size, accumulation, clipping and parameter setup, against unsharded training.
 
-Three steps of a tiny Qwen2. What is compared: master weights, every optimizer state, the model's own weights, the loss of
-every rank and micro-batch, and the gradient norm. The default run takes a set that covers every pair of values per world
-size; `-m soak` takes the whole grid under fused AdamW.
+Three steps of a tiny Qwen2. What is compared: master weights, every optimizer state, the model's own weights, the loss
+of every rank and micro-batch, and the gradient norm. The default run takes a set that covers every pair of values per
+world size; `-m soak` takes the whole grid under fused AdamW.
 """
 
 import functools
@@ -54,7 +54,8 @@ def optimizer_of(case, groups):
     if case.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.1)
     fused = case.optimizer == "adamw fused"
-    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, fused=fused, foreach=False)
+    # eps is above the rounding noise of gradients that are zero in exact arithmetic (key biases under a softmax).
+    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, eps=1e-6, fused=fused, foreach=False)
 
 
 def loss_of(case, step, micro, rank):
@@ -109,7 +110,9 @@ def train(rank, world_size, case):
     for name, p in model.named_parameters():
         if p.requires_grad:
             states = handle.state_of(name)
-            found |= {f"{name}|{key}": t for key, t in states.items() if t.shape == p.shape and key != "grad"}
+            found |= {
+                f"{name}|{key}": t for key, t in states.items() if t.shape == p.shape and key not in ("grad", "param")
+            }
     whole = handle.full_state_dict()
     bits = {name: hash(t.contiguous().view(torch.uint8).numpy().tobytes()) for name, t in whole.items()}
     handle.close()
@@ -130,7 +133,7 @@ def trained(case):
 def tolerance(case):
     """(of tensors, of losses); zero where every rounding of the engine is the oracle's too."""
     one_rounding_path = case.micro_batches == 1 or case.world_size == 1
-    if one_rounding_path and not case.clip:
+    if one_rounding_path and not case.clip and case.optimizer != "adamw fused":
         return 0.0, 0.0
     if case.dtype == "bfloat16":
         return tolerances.TRAJECTORY_BF16, tolerances.LOSS_BF16
@@ -173,7 +176,7 @@ SAME_BITS = [
         tied=world_size % 2 == 0,
         frozen=world_size == 3,
         groups="several",
-        optimizer="adamw fused",
+        optimizer="adamw",
     )
     for world_size in WORLD_SIZES
     for dtype in ("float32", "bfloat16")
