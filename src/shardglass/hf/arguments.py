@@ -1,0 +1,245 @@
+"""Training arguments that keep the DeepSpeed JSON to themselves, and the training command's flags as one value.
+
+Owns the argument class and the reading of a command. Leaves how flags are written to ``scan``, our own flags to
+``flags``, the meaning of the JSON to ``shardglass.config`` and ``shardglass.resolve``.
+
+[Note: DeepSpeed stays out] transformers' TrainingArguments starts the real DeepSpeed wherever it finds
+``self.deepspeed`` set while it is made: when it sets up devices and when it builds its plugin.
+``ZeroTrainingArguments`` puts the value aside for that time. Afterwards ``deepspeed`` is readable again, for ``to_dict``
+and ``dataclasses.replace``; what transformers and Accelerate act on is ``deepspeed_plugin``, which stays None.
+"""
+
+import enum
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, get_args
+
+import torch
+from accelerate.utils import parse_flag_from_env
+from transformers import TrainingArguments
+
+from shardglass.errors import ConfigError, InvariantError, suggestion
+from shardglass.hf.flags import (
+    LABEL_POLICIES,
+    DataArguments,
+    EngineFlags,
+    LaunchArguments,
+    LoraArguments,
+    ModelArguments,
+    faults_error,
+    range_faults,
+)
+from shardglass.hf.scan import Scanned, kinds_of, scan
+
+__all__ = [
+    "Command",
+    "DataArguments",
+    "LoraArguments",
+    "ModelArguments",
+    "ZeroTrainingArguments",
+    "check_plain_arguments",
+    "parse_command",
+]
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+@dataclass(repr=False)
+class ZeroTrainingArguments(EngineFlags, TrainingArguments):
+    """transformers' TrainingArguments for shardglass: ``deepspeed=`` is read by us and starts no DeepSpeed.
+
+    Everything else is as in transformers, except that without CUDA ``use_cpu`` is set by itself (so that ``bf16=True``
+    works), and that no autocast is asked for: the engine casts the parameters.
+
+    Attributes:
+        deepspeed: The DeepSpeed JSON: a path, its text or a mapping. DeepSpeed need not be installed.
+        explicit: Names of the arguments that the user gave on a command line; None if made from Python.
+
+    Raises:
+        ConfigError: A number makes no run, or FSDP or DeepSpeed are asked for beside us.
+        ValueError: transformers refuses a value.
+    """
+
+    explicit: frozenset[str] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check what is ours, then let transformers check and prepare what is its own."""
+        faults = [*range_faults(vars(self)), *_other_engines(self)]
+        if faults:
+            raise faults_error("training arguments", faults)
+        config: Any = self.deepspeed
+        if isinstance(config, os.PathLike):
+            config = os.fspath(config)  # a path object has no place in JSON
+        if not torch.cuda.is_available():
+            self.use_cpu = True
+        self.deepspeed = None  # [Note: DeepSpeed stays out]
+        try:
+            super().__post_init__()  # type: ignore[no-untyped-call]
+        finally:
+            self.deepspeed = config
+        # The Trainer hands this to Accelerate, which would install autocast; `bf16` itself keeps the user's value.
+        self.mixed_precision = "no"
+
+    @property
+    def zero_config(self) -> str | dict[str, Any] | None:
+        """The DeepSpeed JSON as given: a path, its text or a mapping; None if there is none."""
+        return self.deepspeed
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return the steps of warm-up: ``warmup_steps``, else ``warmup_ratio`` × steps, rounded up."""
+        if self.warmup_steps == 0 and self.warmup_ratio > 0:
+            return math.ceil(num_training_steps * self.warmup_ratio)
+        return int(super().get_warmup_steps(num_training_steps))
+
+    @property
+    def _no_sync_in_gradient_accumulation(self) -> bool:
+        """The Trainer's own value would be False while ``deepspeed`` is set; our engine knows ``no_sync``."""
+        return True
+
+
+def _other_engines(args: Any) -> list[str]:
+    """Say what would make Accelerate start another engine beside ours."""
+    faults = []
+    for name in ("fsdp", "parallelism_config"):
+        if getattr(args, name, None):
+            faults.append(f"{name} is set, but shardglass shards the model itself: leave it out")
+    for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        if parse_flag_from_env(variable):
+            faults.append(
+                f"the environment variable {variable} is set, so Accelerate would start its own engine: "
+                "unset it, or start with torchrun instead of `accelerate launch`"
+            )
+    return faults
+
+
+def check_plain_arguments(args: Any) -> None:
+    """Check arguments of another class than ours, such as TrainingArguments or SFTConfig.
+
+    Raises:
+        ConfigError: They ask for DeepSpeed or FSDP; says how a DeepSpeed JSON is given to us.
+    """
+    if isinstance(args, ZeroTrainingArguments):
+        return
+    if getattr(args, "deepspeed", None) or getattr(args, "deepspeed_plugin", None) is not None:
+        raise ConfigError(
+            f"{type(args).__name__}(deepspeed=...) starts the real DeepSpeed, which cannot run beside shardglass. Use "
+            "shardglass.ZeroTrainingArguments(deepspeed=...) instead, or leave deepspeed out there and give the "
+            "JSON to the trainer: ZeroTrainer(..., zero_config=...)"
+        )
+    faults = _other_engines(args)
+    if faults:
+        raise faults_error(type(args).__name__, faults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One training command, checked.
+
+    Attributes:
+        model: Which model.
+        data: Which data.
+        training: How to train; its ``explicit`` is set.
+        notes: What became of old flags and of flags without effect.
+        explicit: Names of the fields that the user gave a value.
+    """
+
+    model: ModelArguments
+    data: DataArguments
+    training: ZeroTrainingArguments
+    notes: tuple[str, ...]
+    explicit: frozenset[str]
+
+
+def parse_command(argv: Sequence[str], *, defaults: Mapping[str, object] = _NOTHING, rehearse: bool = False) -> Command:
+    """Read the flags of a training command.
+
+    Args:
+        argv: The flags, without the program's name.
+        defaults: Values of fields that the user does not give.
+        rehearse: Check only, on a process that will not train: no GPU is touched.
+
+    Raises:
+        ConfigError: Names every flag and value that cannot be used.
+    """
+    parts = (ModelArguments, DataArguments, LoraArguments, ZeroTrainingArguments)
+    known = kinds_of(*parts)
+    strange = sorted(set(defaults) - set(known))
+    if strange:
+        raise InvariantError(f"defaults of the training command name no flag: {', '.join(strange)}")
+    elsewhere = {f.name: "belongs to the launcher, before the script's name" for f in fields(LaunchArguments)}
+    scanned = scan(argv, known, elsewhere=elsewhere)
+    faults = [*scanned.faults, *early_faults(scanned), *_choice_faults(scanned)]
+    if faults:
+        raise flags_error(faults)
+    notes = [*scanned.notes, *_lora_notes(scanned)]
+    explicit = frozenset(scanned.values)
+    values = {**defaults, **scanned.values}
+    if rehearse:
+        values = {**values, "use_cpu": True, "ddp_backend": None}
+    try:
+        training = _made(ZeroTrainingArguments, values)
+    except ConfigError:
+        raise
+    except (ValueError, OSError, ImportError) as error:  # transformers' own checks: one fault, no list
+        raise flags_error([str(error)]) from None
+    training.explicit = explicit
+    return Command(
+        model=_made(ModelArguments, values),
+        data=_made(DataArguments, values),
+        training=training,
+        notes=tuple(notes),
+        explicit=explicit,
+    )
+
+
+def flags_error(faults: Sequence[str]) -> ConfigError:
+    """All faults of a command line as one error."""
+    return faults_error("flags", faults, "`shardglass train --help` lists all flags")
+
+
+def early_faults(scanned: Scanned) -> list[str]:
+    """Say what is wrong with flags that can be told without transformers."""
+    values = scanned.values
+    faults = [f"--{name} is required" for name in ("model_name_or_path", "data_path") if not values.get(name)]
+    faults += [f"--{fault}" for fault in range_faults(values)]
+    for name in ("use_lora", "q_lora"):
+        if values.get(name):
+            faults.append(f"--{name}: not supported yet; leave it out to train all parameters")
+    policy = values.get("label_policy", LABEL_POLICIES[0])
+    if policy not in LABEL_POLICIES:
+        hint = suggestion(policy, LABEL_POLICIES)
+        faults.append(f"--label_policy {policy}: it must be one of {', '.join(LABEL_POLICIES)}{hint}")
+    return faults
+
+
+def _choice_faults(scanned: Scanned) -> list[str]:
+    """Say which values are not among those that a field of transformers names."""
+    faults = []
+    for declared in fields(TrainingArguments):
+        value = scanned.values.get(declared.name)
+        if not isinstance(value, str):
+            continue
+        enums = [kind for kind in get_args(declared.type) if isinstance(kind, type) and issubclass(kind, enum.Enum)]
+        choices = [str(member.value) for kind in enums for member in kind] or declared.metadata.get("choices")
+        if choices and value not in choices:
+            hint = suggestion(value, choices)
+            faults.append(f"--{declared.name} {value}: it must be one of {', '.join(choices)}{hint}")
+        if declared.name in TrainingArguments._VALID_DICT_FIELDS and value.startswith("{"):
+            try:
+                json.loads(value)
+            except ValueError as error:
+                faults.append(f"--{declared.name}: not JSON: {error}")
+    return faults
+
+
+def _lora_notes(scanned: Scanned) -> list[str]:
+    idle = [name for name in scanned.values if name.startswith("lora_")]
+    return [f"--{name} has no effect without --use_lora" for name in idle]
+
+
+def _made(cls: Any, values: Mapping[str, object]) -> Any:
+    return cls(**{f.name: values[f.name] for f in fields(cls) if f.init and f.name in values})

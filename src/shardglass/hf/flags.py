@@ -1,0 +1,164 @@
+"""The flags that are ours, as dataclasses, and the ranges of values that make sense.
+
+Owns names, defaults and help texts of everything the training command takes beside transformers' own training
+arguments. Loads neither torch nor transformers, so that ``shardglass train --help`` answers at once.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardglass.errors import ConfigError
+from shardglass.options import EngineOptions
+
+_ENGINE = EngineOptions()
+
+
+def _flag(default: object, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass
+class ModelArguments:
+    """Which model, and how it is loaded."""
+
+    model_name_or_path: str = _flag("", "Folder with the model, or its name on the hub. Required.")
+    cache_dir: str | None = _flag(None, "Folder that keeps what is downloaded.")
+    attn_implementation: str | None = _flag(None, "Attention kernel: eager, sdpa, flash_attention_2.")
+    dtype: str | None = _flag(None, "dtype to load the weights in: auto, float32, bfloat16.")
+    trust_remote_code: bool = _flag(default=False, help_text="Run Python code that comes with the model.")
+
+
+@dataclass
+class DataArguments:
+    """Which data, and how conversations become samples."""
+
+    data_path: str = _flag("", 'JSON file with a list of {"id", "conversations": [{"from", "value"}]}. Required.')
+    eval_data_path: str | None = _flag(None, "The same, held out for evaluation.")
+    label_policy: str = _flag("assistant", "What the loss counts: assistant, or qwen (the Qwen script's rule).")
+    lazy_preprocess: bool = _flag(default=False, help_text="Tokenize a sample when it is drawn, not all beforehand.")
+    skip_bad_records: bool = _flag(default=False, help_text="Leave records out that cannot be used, and count them.")
+
+
+@dataclass
+class LoraArguments:
+    """LoRA flags of the Qwen script: known by name, not supported yet."""
+
+    use_lora: bool = _flag(default=False, help_text="Train LoRA adapters. Not supported yet.")
+    q_lora: bool = _flag(default=False, help_text="LoRA on a base quantized to 4 bits. Not supported yet.")
+    lora_r: int = _flag(64, "Rank of the adapters; no effect without --use_lora.")
+    lora_alpha: int = _flag(16, "Scale of the adapters; no effect without --use_lora.")
+    lora_dropout: float = _flag(0.05, "Dropout before the adapters; no effect without --use_lora.")
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["c_attn", "c_proj", "w1", "w2"],
+        metadata={"help": "Modules that get adapters; no effect without --use_lora."},
+    )
+    lora_weight_path: str = _flag("", "Adapters to start from; no effect without --use_lora.")
+    lora_bias: str = _flag("none", "Which biases are trained: none, all, lora_only; no effect without --use_lora.")
+
+
+@dataclass(repr=False)
+class EngineFlags:
+    """What ``ZeroTrainingArguments`` adds to transformers' training arguments."""
+
+    zero_stage: int | None = _flag(None, "ZeRO stage: 0, 1 or 2. Default: the config's, or 2 without a config.")
+    model_max_length: int = _flag(2048, "Tokens after which a sample is cut.")
+    warmup_ratio: float = _flag(0.0, "Share of all steps that warm up, rounded up; --warmup_steps goes first.")
+    skip_nonfinite: bool = _flag(_ENGINE.skip_nonfinite, "Skip a step whose gradient is inf or nan on any rank.")
+    max_skipped_steps: int = _flag(_ENGINE.max_skipped_steps, "Skipped steps in a row after which the run stops.")
+    collective_timeout_s: float = _flag(
+        _ENGINE.collective_timeout_s, "Seconds after which a collective that did not end is an error."
+    )
+    allow_unknown_config: bool = _flag(
+        default=False, help_text="Leave unknown keys of the config out with a note, instead of refusing them."
+    )
+
+
+@dataclass
+class LaunchArguments:
+    """How ``shardglass train`` starts its processes; the names are torchrun's."""
+
+    nproc_per_node: str = _flag("1", "Processes on this machine, one per GPU: a number, gpu, cpu or auto.")
+    nnodes: str = _flag("1", "Number of machines.")
+    node_rank: int = _flag(0, "Which of the machines this is.")
+    master_addr: str | None = _flag(None, "Address of machine 0. Default: this machine.")
+    master_port: int | None = _flag(None, "Port on machine 0. Default with one machine: a free one.")
+    rdzv_backend: str | None = _flag(None, "Rendezvous of torch's launcher, such as c10d.")
+    rdzv_endpoint: str | None = _flag(None, "host:port of the rendezvous.")
+    rdzv_id: str | None = _flag(None, "Name of the run at the rendezvous.")
+    max_restarts: int = _flag(0, "Times a failed group of processes is started again.")
+    log_dir: str | None = _flag(None, "Folder for the launcher's logs.")
+
+
+LABEL_POLICIES = ("assistant", "qwen")
+"""Values of ``--label_policy``; what they mean is told in ``labels``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """An interval of allowed numbers."""
+
+    low: float
+    high: float = math.inf
+    low_excluded: bool = False
+    high_excluded: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` lies in the interval; nan and infinities never do."""
+        if not math.isfinite(value) or value < self.low or value > self.high:
+            return False
+        return not (self.low_excluded and value == self.low) and not (self.high_excluded and value == self.high)
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.low_excluded else f"at least {self.low:g}"
+        if self.high == math.inf:
+            return low
+        return f"{low} and {'below' if self.high_excluded else 'at most'} {self.high:g}"
+
+
+RANGES = {
+    "per_device_train_batch_size": Range(low=1),
+    "per_device_eval_batch_size": Range(low=1),
+    "gradient_accumulation_steps": Range(low=1),
+    "num_train_epochs": Range(low=0, low_excluded=True),
+    "learning_rate": Range(low=0),
+    "weight_decay": Range(low=0),
+    "adam_beta1": Range(low=0, high=1, high_excluded=True),
+    "adam_beta2": Range(low=0, high=1, high_excluded=True),
+    "adam_epsilon": Range(low=0),
+    "max_grad_norm": Range(low=0),
+    "warmup_ratio": Range(low=0, high=1),
+    "warmup_steps": Range(low=0),
+    "logging_steps": Range(low=0),
+    "save_steps": Range(low=0),
+    "dataloader_num_workers": Range(low=0),
+    "zero_stage": Range(low=0, high=3),
+    "model_max_length": Range(low=2),
+    "max_skipped_steps": Range(low=1),
+    "collective_timeout_s": Range(low=0, low_excluded=True),
+}
+"""Numbers that transformers would take and that make no run."""
+
+
+def range_faults(values: Mapping[str, Any]) -> list[str]:
+    """Say which of the values lie outside their range; None counts as absent."""
+    return [
+        f"{name} is {values[name]}: it must be {allowed}"
+        for name, allowed in RANGES.items()
+        if isinstance(values.get(name), int | float) and not allowed.holds(values[name])
+    ]
+
+
+def faults_error(what: str, faults: Iterable[str], remedy: str = "") -> ConfigError:
+    """Put all faults of one input in one error.
+
+    Args:
+        what: What was read: "flags", "training arguments".
+        faults: One line each.
+        remedy: Said once, behind them.
+    """
+    lines = list(faults)
+    if len(lines) == 1:
+        return ConfigError(f"{what}: {lines[0]}" + (f"\n  {remedy}" if remedy else ""))
+    return ConfigError("\n  ".join([f"{what}: {len(lines)} faults", *lines, *([remedy] if remedy else [])]))
