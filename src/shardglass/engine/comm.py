@@ -211,7 +211,7 @@ class Comm:
 
     def sum_scalar(self, what: str, value: float) -> float:
         """The sum of one number over ranks in fp64; the same bits on every rank."""
-        return sum(self.exchange(what, value))
+        return float(sum(self.exchange(what, value)))
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's small picklable value, by rank."""

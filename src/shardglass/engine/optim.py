@@ -260,7 +260,7 @@ def _move_state(owned: OwnedRun, old: dict[Any, dict[str, Any]]) -> dict[str, An
             elif key in state and not _same(state[key], value):
                 raise OptimizerError(
                     f"optimizer state {key!r} of {piece.name} is {value}, of other parameters of its group "
-                    f"{state[key]}; shard() keeps the state of an optimizer only if its parameters were stepped equally often"
+                    f"{state[key]}; shard() keeps an optimizer's state only if all were stepped equally often"
                 )
             else:
                 state[key] = value.clone() if isinstance(value, Tensor) else value

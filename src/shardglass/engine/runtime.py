@@ -152,7 +152,7 @@ class Runtime:
         self._before_gradient()
         if not self._callback_queued:
             self._callback_queued = True
-            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:

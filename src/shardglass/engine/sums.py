@@ -92,7 +92,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
     elements keep fp32 exact enough and are twenty times faster than fp64 throughout.
     """
     full = x.numel() // NORM_ROW * NORM_ROW
-    total = torch.linalg.vector_norm(x[full:], dtype=torch.float64).square()
+    total: Tensor = torch.linalg.vector_norm(x[full:], dtype=torch.float64).square()
     if full:
         rows = torch.linalg.vector_norm(x[:full].view(-1, NORM_ROW), dim=1, dtype=torch.float32)
         total = total + rows.double().square().sum()

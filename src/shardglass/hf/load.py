@@ -80,7 +80,7 @@ def load_model(name: str, *, cache_dir: str | None, trust_remote_code: bool, **o
     """
     given = {key: value for key, value in options.items() if value is not None}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             cache_dir=cache_dir,
             trust_remote_code=trust_remote_code,
@@ -90,6 +90,7 @@ def load_model(name: str, *, cache_dir: str | None, trust_remote_code: bool, **o
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"--model_name_or_path: {name} cannot be loaded: {_first_line(error)}") from error
+    model, info = loaded
     missing = sorted(info.get("missing_keys", ()))
     mismatched = [str(row) for row in info.get("mismatched_keys", ())]
     if missing or mismatched:

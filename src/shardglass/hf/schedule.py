@@ -4,6 +4,7 @@ Owns one class over ``schedules.lr_at``. Leaves the formulas to ``schedules``.
 """
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardglass.schedules import SchedulerSpec, lr_at
@@ -16,6 +17,6 @@ class ConfigSchedule(LRScheduler):
         self._spec = spec
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         """The rate of the present step, in fp64, for every group."""
         return [lr_at(self._spec, self.last_epoch)] * len(self.optimizer.param_groups)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from transformers import TrainerCallback
 
 from shardglass.config import DeepSpeedConfig, load_config
@@ -85,7 +86,7 @@ class ZeroMixin:
             faults.append(f"one process sees {args.n_gpu} GPUs: start with torchrun, one process per GPU")
         if args.load_best_model_at_end:
             faults.append("load_best_model_at_end needs checkpoints during the run, which are not supported yet")
-        if self._zero_config is not None and self.resolved.optimizer and self.optimizer is not None:  # type: ignore[attr-defined]
+        if self._zero_config is not None and self.resolved.optimizer and self.optimizer is not None:
             faults.append("an optimizer was passed and the config has an optimizer section: remove one of them")
         if faults:
             raise ConfigError("; ".join(faults))
@@ -101,13 +102,13 @@ class ZeroMixin:
     optimizer: Any
     lr_scheduler: Any
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Make the optimizer as the config or the Trainer means it, then shard it and the model.
 
         The ``optimizer`` section of a config puts all trainable parameters in one group; without it the Trainer
         makes a group with and one without weight decay.
         """
-        wanted: Any = self.model if model is None else model  # type: ignore[attr-defined, has-type]
+        wanted: Any = self.model if model is None else model  # type: ignore[attr-defined]
         if self.handle is not None and self._sharded_model is wanted:
             return self.optimizer
         if self.handle is not None:
@@ -200,7 +201,7 @@ class ZeroMixin:
 
     # ---- files ----
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:  # noqa: FBT001
         """Train; see ``transformers.Trainer.train``.
 
         Raises:
@@ -330,4 +331,4 @@ def _ensure_process_group(args: Any) -> None:
     if dist.is_initialized() or args.world_size > 1:
         return
     backend = "nccl" if args.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
