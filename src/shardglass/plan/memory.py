@@ -1,0 +1,249 @@
+"""Bytes that the engine's tensors take on one rank, as closed forms over a layout.
+
+Owns the formulas, category by category those of ``Handle.memory()`` and equal to them to the byte once every kind of
+step of the run was taken. Leaves activations and the rest of the process to whoever measures them.
+
+[Note: what is assumed] Every trainable parameter gets a gradient in every micro-batch, and gradients come unit by
+unit in reverse layout order, as a model gives them that registers its modules in forward order. A unit's trainable
+buffers (more than one only if its dtypes differ) fill together. Where a model does otherwise, only the number of
+gradient flats differs: each buffer that cannot be launched in its turn holds its flat longer, and buffers of its form
+cannot use it meanwhile.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from shardglass.errors import InvariantError
+from shardglass.layout import Buffer, GroupRun, Layout, group_runs
+from shardglass.options import DTYPE_BYTES, EngineOptions
+from shardglass.plan.kinds import PLAIN_STEP, SCALAR_BYTES, OptimizerKind, StepShape
+
+REDUCTIONS_IN_FLIGHT = 1
+"""``engine.grads.MAX_IN_FLIGHT``; the engine loads torch and cannot be read from here, so a test holds them equal."""
+
+SCRATCH_ELEMENTS = 1 << 18
+"""``engine.sums.CHUNK``; held equal by the same test."""
+
+
+def planned_bytes(
+    layout: Layout, options: EngineOptions, rank: int, *, optimizer: OptimizerKind, shape: StepShape = PLAIN_STEP
+) -> dict[str, int]:
+    """Bytes of the engine's tensors on one rank, by category; see [Note: what is assumed].
+
+    Args:
+        layout: The layout of the run.
+        options: The engine's options; the stage's row decides what is cut.
+        rank: Whose tensors.
+        optimizer: Class and options of the optimizer.
+        shape: How its steps use the engine.
+
+    Returns:
+        The categories of ``Handle.memory()``, with the values it has after a step of every shape. "optimizer <state>"
+        is there for each state of which this rank has a tensor; none for an optimizer whose states are not known, see
+        ``unknown_state``.
+
+    Raises:
+        InvariantError: There is no such rank.
+    """
+    if not 0 <= rank < layout.world_size:
+        raise InvariantError(f"rank is {rank}; the layout has ranks 0 to {layout.world_size - 1}")
+    trainable = [b for b in layout.buffers if b.trainable]
+    account = {
+        "parameters": sum(b.numel * b.itemsize for b in layout.buffers),
+        "master weights": sum(_master_bytes(b, options) for b in trainable),
+        "gradients": _flat_bytes(layout, options, shape)
+        + sum(_mean_bytes(b, options) for b in trainable)
+        + sum(_local_bytes(b, options) for b in trainable if shape.uses_local),
+    }
+    account.update(_state_bytes(layout, options, rank, optimizer))
+    account["communication"] = _receive_bytes(layout, options, shape) + _scratch_bytes(layout, options, shape)
+    return account
+
+
+def heaviest_rank(
+    layout: Layout, options: EngineOptions, *, optimizer: OptimizerKind, shape: StepShape = PLAIN_STEP
+) -> tuple[int, dict[str, int]]:
+    """The rank with the most planned bytes, the first of equals, and its account.
+
+    Shards are even, so ranks differ in optimizer state alone: padding at the end of a shard has none.
+    """
+    accounts = [
+        planned_bytes(layout, options, rank, optimizer=optimizer, shape=shape) for rank in range(layout.world_size)
+    ]
+    heaviest = max(range(layout.world_size), key=lambda rank: sum(accounts[rank].values()))
+    return heaviest, accounts[heaviest]
+
+
+# ---- dtypes, as the engine derives them ----
+
+
+def master_dtype(dtype: str) -> str:
+    """The dtype of master weights and optimizer state: at least fp32 (source: ``engine.buffers.master_dtype``)."""
+    return promoted(dtype, "float32")
+
+
+def accum_dtype(dtype: str, options: EngineOptions) -> str:
+    """The dtype means are kept in: the wider of option and parameter (source: ``engine.grads.Gradients._bucket``)."""
+    return promoted(options.accum_dtype, dtype)
+
+
+def wire_dtype(dtype: str, options: EngineOptions) -> str:
+    """The dtype gradients travel in: the option's, else the parameter's."""
+    return options.reduce_dtype or dtype
+
+
+def promoted(a: str, b: str) -> str:
+    """The dtype that holds both: for two different ones of bfloat16, float16, float32 and float64."""
+    if a == b:
+        return a
+    return "float64" if "float64" in (a, b) else "float32"
+
+
+# ---- formulas ----
+
+
+def _state_numel(buffer: Buffer, options: EngineOptions) -> int:
+    """Elements of a buffer whose mean and state one rank holds: its shard, or all if the stage does not cut them."""
+    return buffer.shard_numel if options.rules.shards_state else buffer.numel
+
+
+def _master_bytes(buffer: Buffer, options: EngineOptions) -> int:
+    """A copy in the master dtype of the part whose state is here; none if the parameters have that dtype themselves."""
+    master = master_dtype(buffer.dtype)
+    return 0 if master == buffer.dtype else _state_numel(buffer, options) * DTYPE_BYTES[master]
+
+
+def _mean_bytes(buffer: Buffer, options: EngineOptions) -> int:
+    """The accumulated mean of the part whose state is here, made at the first reduction and kept."""
+    return _state_numel(buffer, options) * DTYPE_BYTES[accum_dtype(buffer.dtype, options)]
+
+
+def _local_bytes(buffer: Buffer, options: EngineOptions) -> int:
+    """The sum of local micro-batches: a whole gradient in the accumulation dtype, kept from step to step."""
+    return buffer.numel * DTYPE_BYTES[accum_dtype(buffer.dtype, options)]
+
+
+def _flat_bytes(layout: Layout, options: EngineOptions, shape: StepShape) -> int:
+    """The pool of flats that gradients travel in.
+
+    The pool never shrinks, so it holds for each form as many flats as were out at once. A flat is out from its unit's
+    first gradient until its reduction was waited for, which is just before the reduction after the next
+    ``REDUCTIONS_IN_FLIGHT`` starts. Hence 2 flats for a form that occurs in neighbouring units, 1 for others. With a
+    local sum a flat is needed only to cast it, and is taken after the wait: 1 for each form; none if the sum has the
+    wire's dtype and travels itself.
+    """
+    pool = _Pool(options)
+    units = _units_in_reduce_order(layout)
+    if shape.uses_direct:
+        pool.run_step(units, local=False)
+    if shape.uses_local:
+        pool.run_step(units, local=True)
+    return pool.made_bytes
+
+
+def _units_in_reduce_order(layout: Layout) -> list[list[Buffer]]:
+    """Trainable buffers from the last to the first, unit by unit."""
+    trainable = [b for b in reversed(layout.buffers) if b.trainable]
+    return [list(buffers) for _, buffers in groupby(trainable, key=lambda b: b.unit)]
+
+
+class _Pool:
+    """Counts the flats that ``engine.grads.FlatPool`` makes, by going through a step as the engine does."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._free: Counter[object] = Counter()
+        self.made_bytes = 0
+
+    def run_step(self, units: Sequence[Sequence[Buffer]], *, local: bool) -> None:
+        """One reduction of every buffer."""
+        flying: list[Buffer | None] = []
+        for unit in units:
+            if not local:
+                for buffer in unit:
+                    self._take(buffer)
+            for buffer in unit:
+                while len(flying) >= REDUCTIONS_IN_FLIGHT:
+                    self._give(flying.pop(0))
+                travels_itself = local and accum_dtype(buffer.dtype, self._options) == self._wire(buffer)
+                if local and not travels_itself:
+                    self._take(buffer)
+                flying.append(None if travels_itself else buffer)
+        for flown in flying:
+            self._give(flown)
+
+    def _wire(self, buffer: Buffer) -> str:
+        return wire_dtype(buffer.dtype, self._options)
+
+    def _form(self, buffer: Buffer) -> object:
+        """As ``engine.grads.Bucket.form``."""
+        return self._wire(buffer), buffer.shard_numel, buffer.offsets, tuple(p.numel for p in buffer.params)
+
+    def _take(self, buffer: Buffer) -> None:
+        form = self._form(buffer)
+        if self._free[form]:
+            self._free[form] -= 1
+        else:
+            self.made_bytes += buffer.numel * DTYPE_BYTES[self._wire(buffer)]
+
+    def _give(self, buffer: Buffer | None) -> None:
+        if buffer is not None:
+            self._free[self._form(buffer)] += 1
+
+
+def _state_bytes(
+    layout: Layout, options: EngineOptions, rank: int, optimizer: OptimizerKind
+) -> Iterator[tuple[str, int]]:
+    """Each state of the optimizer: as many elements as its tensors have, in the master dtype; scalars once per tensor.
+
+    A tensor of the optimizer is a run of one group in one buffer, from its first to its last parameter element on this
+    rank; padding behind the last one is outside.
+    """
+    totals: Counter[str] = Counter()
+    for run in group_runs(layout, rank, whole=not options.rules.shards_state):
+        for state, size in _states_of(run, layout, optimizer):
+            totals[f"optimizer {state}"] += size
+    yield from totals.items()
+
+
+def _states_of(run: GroupRun, layout: Layout, optimizer: OptimizerKind) -> Iterator[tuple[str, int]]:
+    """(state, bytes) of one tensor of the optimizer."""
+    itemsize = DTYPE_BYTES[master_dtype(layout.buffers[run.buffer].dtype)]
+    for state in optimizer.scalars:
+        yield state, SCALAR_BYTES
+    for state in optimizer.states(run.group):
+        yield state, (run.stop - run.start) * itemsize
+
+
+def _receive_bytes(layout: Layout, options: EngineOptions, shape: StepShape) -> int:
+    """What the peers' parts arrive in on gloo: a shard for each peer, kept by (elements, wire dtype).
+
+    One reduction is waited for before the next starts, so buffers with shards of one size share them. NCCL's own
+    reduce-scatter writes into a tensor that is gone when it is done.
+    """
+    if shape.backend != "gloo":
+        return 0
+    kinds = {(b.shard_numel, wire_dtype(b.dtype, options)) for b in layout.buffers if b.trainable}
+    return sum((layout.world_size - 1) * numel * DTYPE_BYTES[wire] for numel, wire in kinds)
+
+
+def _scratch_bytes(layout: Layout, options: EngineOptions, shape: StepShape) -> int:
+    """Two pieces per accumulation dtype, as long as the longest sum in it asked for.
+
+    Summing shards asks if there are several ranks, or if it adds to a mean that is there (one rank's first mean is
+    copied): pieces of at most ``SCRATCH_ELEMENTS`` on the CPU, and the whole sum on CUDA. Adding a gradient of
+    another dtype to a local sum asks for full pieces on the CPU and for none on CUDA.
+    """
+    longest: Counter[str] = Counter()
+    direct = shape.backend == "gloo"
+    for buffer in layout.buffers:
+        if not buffer.trainable or not buffer.real_numel:
+            continue
+        accum = accum_dtype(buffer.dtype, options)
+        if layout.world_size > 1 or shape.adds_to_shard:
+            summed = min(SCRATCH_ELEMENTS, buffer.shard_numel) if direct else _state_numel(buffer, options)
+            longest[accum] = max(longest[accum], summed)
+        if shape.uses_local and direct and accum != buffer.dtype:
+            longest[accum] = SCRATCH_ELEMENTS
+    return sum(2 * count * DTYPE_BYTES[accum] for accum, count in longest.items())
