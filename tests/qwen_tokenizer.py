@@ -1,6 +1,7 @@
 """The Qwen tokenizer, built from the vocabulary file that the package `dashscope` carries."""
 
 import base64
+import copy
 import functools
 import importlib.util
 from pathlib import Path
@@ -20,13 +21,20 @@ CHAT_TEMPLATE = (
 
 
 def load_qwen_tokenizer(folder: str | Path, *, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, reloaded by AutoTokenizer; it is saved in `folder` first if it is not there yet."""
-    folder = Path(folder)
-    if not (folder / "tokenizer_config.json").exists():
-        build_qwen_tokenizer().save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    """Return the tokenizer, reloaded by AutoTokenizer; it is saved in `folder` first if it is not there yet.
+
+    The template is that of the returned object only; a folder is read once in a process.
+    """
+    tokenizer = copy.copy(_reloaded(Path(folder)))
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+@functools.cache
+def _reloaded(folder: Path) -> PreTrainedTokenizerBase:
+    if not (folder / "tokenizer_config.json").exists():
+        build_qwen_tokenizer().save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @functools.cache
@@ -60,6 +68,9 @@ def _ranks() -> dict[bytes, int]:
 
 def _parts(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes, bytes]:
     """The two tokens that merge into `token`: byte pair encoding with the merges before it."""
+    cuts = [i for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
+    if len(cuts) == 1:  # most tokens; spares the search
+        return token[: cuts[0]], token[cuts[0] :]
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], rank))

@@ -214,13 +214,16 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
         if counts.num_unlabelled:
             logger.warning("%s: %d samples dropped: %s", self._path, counts.num_unlabelled, self._no_label())
         if counts.num_cut:
-            limit = self._options.model_max_length
-            logger.warning(
-                "%s: %d of %d samples cut at model_max_length %d", self._path, counts.num_cut, len(self), limit
-            )
+            logger.warning("%s: %d of %d samples cut at %s", self._path, counts.num_cut, len(self), self._limit())
 
     def _no_label(self) -> str:
-        return f"nothing that counts in the loss within model_max_length {self._options.model_max_length}"
+        return f"nothing that counts in the loss within {self._limit()}"
 
     def _nothing_left(self) -> str:
-        return f"{self._path}: no sample has {self._no_label().removeprefix('nothing ')}; raise --model_max_length"
+        return (
+            f"{self._path}: no sample has anything that counts in the loss within {self._limit()}; "
+            "raise --model_max_length"
+        )
+
+    def _limit(self) -> str:
+        return f"model_max_length {self._options.model_max_length}"

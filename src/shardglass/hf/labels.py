@@ -71,10 +71,8 @@ class QwenEncoder:
         Raises:
             ModelError: The tokenizer has no ChatML control tokens.
         """
-        require_chatml(tokenizer, "label policy 'qwen'")
+        self._start, self._end = chatml_tokens(tokenizer, "label policy 'qwen'")
         self._tokenizer = tokenizer
-        self._start: int = tokenizer.get_vocab()["<|im_start|>"]
-        self._end: int = tokenizer.get_vocab()["<|im_end|>"]
         self._newline = self._ids("\n")
         self._roles = {role: self._ids(role) for role in ("system", "user", "assistant")}
 
@@ -132,7 +130,7 @@ class AssistantEncoder:
                 f"{type(tokenizer).__name__} does not; save the model with a tokenizer.json"
             )
         if tokenizer.chat_template is None:
-            require_chatml(tokenizer, "the tokenizer has no chat template, and ChatML, which is used instead,")
+            chatml_tokens(tokenizer, "the tokenizer has no chat template, and ChatML, which is used instead,")
         try:
             self._template: str = tokenizer.get_chat_template() if tokenizer.chat_template else CHATML
         except ValueError as error:
@@ -246,20 +244,27 @@ def check_label_policy(label_policy: str) -> None:
         )
 
 
-def require_chatml(tokenizer: PreTrainedTokenizerBase, who: str) -> None:
-    """Check that ChatML's control tokens are single tokens of the vocabulary; nothing is ever added to it.
+def chatml_tokens(tokenizer: PreTrainedTokenizerBase, who: str) -> tuple[int, int]:
+    """Return the ids of ``<|im_start|>`` and ``<|im_end|>``; nothing is ever added to the vocabulary.
 
     Raises:
-        ModelError: Some are missing.
+        ModelError: Some are no single token of the vocabulary.
     """
-    vocab = tokenizer.get_vocab()
-    missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in vocab]
+    tokens = ["<|im_start|>", "<|im_end|>"]
+    ids: Any = tokenizer.convert_tokens_to_ids(tokens)
+    # A token that does not exist gives None, or the id of the unknown token.
+    missing = [
+        token
+        for token, known in zip(tokens, ids, strict=True)
+        if known is None or tokenizer.convert_ids_to_tokens(known) != token
+    ]
     if missing:
         raise ModelError(
             f"{who} needs the tokens {' and '.join(missing)}, which the tokenizer "
             f"{tokenizer.name_or_path or type(tokenizer).__name__!r} does not have; use a chat model's tokenizer, or "
             "set tokenizer.chat_template and label_policy 'assistant' (tokens are not added, as that changes the model)"
         )
+    return ids[0], ids[1]
 
 
 def tokens_in_spans(offsets: Iterable[Span], spans: Sequence[Span]) -> list[bool]:

@@ -79,13 +79,11 @@ def split_records(text: str, name: str) -> list[RawRecord]:
 def _is_lines(text: str, name: str) -> bool:
     """Tell JSON Lines by the name's ending, or by a first line that is a whole object with more behind it."""
     start = text.lstrip()
-    if name.lower().endswith(_LINES_SUFFIXES):
-        # A list saved under such a name is still a list.
-        return not start.startswith("[") or isinstance(_try(start.split("\n", 1)[0]), list)
-    if not start.startswith("{"):
-        return False
     first, _, rest = start.partition("\n")
-    return bool(rest.strip()) and isinstance(_try(first), dict)
+    if name.lower().endswith(_LINES_SUFFIXES):
+        # A list saved under such a name is still a list, unless more follows it.
+        return not start.startswith("[") or (bool(rest.strip()) and isinstance(_try(first), list))
+    return start.startswith("{") and bool(rest.strip()) and isinstance(_try(first), dict)
 
 
 def _lines(text: str) -> list[RawRecord]:

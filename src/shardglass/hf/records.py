@@ -174,7 +174,9 @@ def _turn(number: int, entry: object, unread: Counter[str]) -> Turn:
     role_key, content_key = ("from", "value") if "from" in entry else ("role", "content")
     for key in (role_key, content_key):
         if key not in entry:
-            raise DataError(f"turn {number} has no {key!r} (its keys: {', '.join(map(repr, list(entry)[:5])) or 'none'})")
+            raise DataError(
+                f"turn {number} has no {key!r} (its keys: {', '.join(map(repr, list(entry)[:5])) or 'none'})"
+            )
     role, content = entry[role_key], entry[content_key]
     if not isinstance(role, str) or role not in ROLES:
         hint = suggestion(role, ROLES) if isinstance(role, str) else ""
