@@ -80,10 +80,14 @@ class _Group:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        port = self._collect({0: self.pipes[0]}, START_S, "start")[0]
-        for pipe in self.pipes[1:]:
-            pipe.send_bytes(pickle.dumps(port))
-        self._collect(dict(enumerate(self.pipes)), START_S, "start")
+        try:
+            port = self._collect({0: self.pipes[0]}, START_S, "start")[0]
+            for pipe in self.pipes[1:]:
+                pipe.send_bytes(pickle.dumps(port))
+            self._collect(dict(enumerate(self.pipes)), START_S, "start")
+        except BaseException:
+            self.kill()
+            raise
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         module = sys.modules[fn.__module__]

@@ -67,21 +67,43 @@ def test_a_rank_that_raises_ends_torchrun_within_seconds_with_its_message(tmp_pa
 def one_stays_away(rank, world_size):
     """Rank 1 never calls backward: rank 0 says where it waits, in the time it was given."""
     model = Perceptron()
-    handle, _ = make(model, collective_timeout_s=2.0)
+    handle, _ = make(model, collective_timeout_s=1.5)
     if rank == 1:
-        time.sleep(6)
+        time.sleep(3)
         return ""
     started = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
         squared(rank)(model).backward()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
     assert "step 0, micro-batch 0" in handle.where()
     return str(caught.value)
 
 
 def test_a_collective_that_does_not_end_says_which_one_and_where():
-    # Its groups are broken afterwards, so it has a world size that no other test uses.
-    text, _ = run_ranks(5, one_stays_away)[:2]
+    text, _ = run_ranks(2, one_stays_away)
     assert "rank 0" in text
     assert "blocks" in text or "root" in text
     assert "step 0, micro-batch 0, backward" in text
+
+
+def one_ends_earlier(rank, world_size):
+    """Rank 1's data ends a step before rank 0's."""
+    model = Perceptron()
+    handle, optimizer = make(model)
+    squared(rank)(model).backward()
+    optimizer.step()
+    if rank == 1:
+        handle.close()
+        return ""
+    started = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        squared(rank)(model).backward()
+    assert time.monotonic() - started < 10
+    return str(caught.value)
+
+
+def test_a_rank_whose_loop_ends_earlier_is_an_error_on_the_others_at_once():
+    text, _ = run_ranks(2, one_ends_earlier)
+    assert "rank 0" in text
+    assert "step 1, micro-batch 0, backward" in text
+    assert "took another path" in text

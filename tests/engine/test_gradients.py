@@ -411,3 +411,19 @@ def read_by_mistake(rank, world_size):
 
 def test_computing_with_the_model_s_own_grad_is_an_error_that_names_the_right_call():
     run_ranks(2, read_by_mistake)
+
+
+def stale(rank, world_size):
+    """Two forwards, a step after the first backward: the second graph holds weights that are gone."""
+    model = Perceptron()
+    handle, optimizer = make(model)
+    first, second = squared(0)(model), squared(1)(model)
+    first.backward()
+    optimizer.step()
+    with pytest.raises(UsageError, match="step"):
+        second.backward()
+    handle.close()
+
+
+def test_a_backward_through_weights_from_before_the_step_is_an_error_and_not_a_wrong_gradient():
+    run_ranks(2, stale)

@@ -132,8 +132,8 @@ def trained(case):
 
 def tolerance(case):
     """(of tensors, of losses); zero where every rounding of the engine is the oracle's too."""
-    one_rounding_path = case.micro_batches == 1 or case.world_size == 1
-    if one_rounding_path and not case.clip and case.optimizer != "adamw fused":
+    sums_locally = case.no_sync and (case.world_size > 1 or case.dtype == "bfloat16")
+    if not (sums_locally or case.clip or case.optimizer == "adamw fused"):
         return 0.0, 0.0
     if case.dtype == "bfloat16":
         return tolerances.TRAJECTORY_BF16, tolerances.LOSS_BF16
@@ -178,7 +178,7 @@ SAME_BITS = [
         groups="several",
         optimizer="adamw",
     )
-    for world_size in WORLD_SIZES
+    for world_size in WORLD_SIZES[1:]
     for dtype in ("float32", "bfloat16")
 ]
 
