@@ -5,8 +5,9 @@ Owns the argument class and the reading of a command. Leaves how flags are writt
 
 [Note: DeepSpeed stays out] transformers' TrainingArguments starts the real DeepSpeed wherever it finds
 ``self.deepspeed`` set while it is made: when it sets up devices and when it builds its plugin.
-``ZeroTrainingArguments`` puts the value aside for that time. Afterwards ``deepspeed`` is readable again, for ``to_dict``
-and ``dataclasses.replace``; what transformers and Accelerate act on is ``deepspeed_plugin``, which stays None.
+``ZeroTrainingArguments`` puts the value aside for that time. Afterwards ``deepspeed`` is readable again, for
+``to_dict`` and ``dataclasses.replace``; what transformers and Accelerate act on is ``deepspeed_plugin``, which stays
+None.
 """
 
 import enum
@@ -24,15 +25,17 @@ from transformers import TrainingArguments
 
 from shardglass.errors import ConfigError, InvariantError, suggestion
 from shardglass.hf.flags import (
-    LABEL_POLICIES,
     DataArguments,
     EngineFlags,
     LaunchArguments,
     LoraArguments,
     ModelArguments,
+    early_faults,
     faults_error,
+    flags_error,
     range_faults,
 )
+from shardglass.hf.help import show_help
 from shardglass.hf.scan import Scanned, kinds_of, scan
 
 __all__ = [
@@ -164,6 +167,7 @@ def parse_command(argv: Sequence[str], *, defaults: Mapping[str, object] = _NOTH
 
     Raises:
         ConfigError: Names every flag and value that cannot be used.
+        SystemExit: Help was asked for and shown.
     """
     parts = (ModelArguments, DataArguments, LoraArguments, ZeroTrainingArguments)
     known = kinds_of(*parts)
@@ -172,7 +176,10 @@ def parse_command(argv: Sequence[str], *, defaults: Mapping[str, object] = _NOTH
         raise InvariantError(f"defaults of the training command name no flag: {', '.join(strange)}")
     elsewhere = {f.name: "belongs to the launcher, before the script's name" for f in fields(LaunchArguments)}
     scanned = scan(argv, known, elsewhere=elsewhere)
-    faults = [*scanned.faults, *early_faults(scanned), *_choice_faults(scanned)]
+    if scanned.wants_help:
+        show_help()
+        raise SystemExit(0)
+    faults = [*scanned.faults, *early_faults(scanned.values), *_choice_faults(scanned)]
     if faults:
         raise flags_error(faults)
     notes = [*scanned.notes, *_lora_notes(scanned)]
@@ -194,26 +201,6 @@ def parse_command(argv: Sequence[str], *, defaults: Mapping[str, object] = _NOTH
         notes=tuple(notes),
         explicit=explicit,
     )
-
-
-def flags_error(faults: Sequence[str]) -> ConfigError:
-    """All faults of a command line as one error."""
-    return faults_error("flags", faults, "`shardglass train --help` lists all flags")
-
-
-def early_faults(scanned: Scanned) -> list[str]:
-    """Say what is wrong with flags that can be told without transformers."""
-    values = scanned.values
-    faults = [f"--{name} is required" for name in ("model_name_or_path", "data_path") if not values.get(name)]
-    faults += [f"--{fault}" for fault in range_faults(values)]
-    for name in ("use_lora", "q_lora"):
-        if values.get(name):
-            faults.append(f"--{name}: not supported yet; leave it out to train all parameters")
-    policy = values.get("label_policy", LABEL_POLICIES[0])
-    if policy not in LABEL_POLICIES:
-        hint = suggestion(policy, LABEL_POLICIES)
-        faults.append(f"--label_policy {policy}: it must be one of {', '.join(LABEL_POLICIES)}{hint}")
-    return faults
 
 
 def _choice_faults(scanned: Scanned) -> list[str]:

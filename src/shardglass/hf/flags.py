@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardglass.errors import ConfigError
+from shardglass.errors import ConfigError, suggestion
 from shardglass.options import EngineOptions
 
 _ENGINE = EngineOptions()
@@ -162,3 +162,22 @@ def faults_error(what: str, faults: Iterable[str], remedy: str = "") -> ConfigEr
     if len(lines) == 1:
         return ConfigError(f"{what}: {lines[0]}" + (f"\n  {remedy}" if remedy else ""))
     return ConfigError("\n  ".join([f"{what}: {len(lines)} faults", *lines, *([remedy] if remedy else [])]))
+
+
+def flags_error(faults: Iterable[str]) -> ConfigError:
+    """All faults of a command line as one error."""
+    return faults_error("flags", faults, "`shardglass train --help` lists all flags")
+
+
+def early_faults(values: Mapping[str, Any]) -> list[str]:
+    """Say what is wrong with the values of a command, as far as it can be told without transformers."""
+    faults = [f"--{name} is required" for name in ("model_name_or_path", "data_path") if not values.get(name)]
+    faults += [f"--{fault}" for fault in range_faults(values)]
+    for name in ("use_lora", "q_lora"):
+        if values.get(name):
+            faults.append(f"--{name}: not supported yet; leave it out to train all parameters")
+    policy = values.get("label_policy", LABEL_POLICIES[0])
+    if policy not in LABEL_POLICIES:
+        hint = suggestion(policy, LABEL_POLICIES)
+        faults.append(f"--label_policy {policy}: it must be one of {', '.join(LABEL_POLICIES)}{hint}")
+    return faults

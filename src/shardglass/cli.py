@@ -1,0 +1,224 @@
+"""The command line.
+
+Owns ``shardglass train`` with its help, how its processes are started, and the border where an error becomes a message
+and an exit code. Leaves training to ``hf.train``. Heavy imports stand inside the functions that need them, so that
+help, version and most mistakes are answered before torch is loaded.
+"""
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from shardglass import __version__
+from shardglass.config import load_config
+from shardglass.errors import ConfigError, ShardglassError
+from shardglass.hf.flags import (
+    DataArguments,
+    EngineFlags,
+    LaunchArguments,
+    LoraArguments,
+    ModelArguments,
+    early_faults,
+    flags_error,
+)
+from shardglass.hf.help import show_help
+from shardglass.hf.renamed import ALIASES
+from shardglass.hf.scan import Scanned, groups_of, kinds_in_source, kinds_of, scan
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+USER_FAULT = 2
+"""Exit code of a mistake that the user can mend."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+_LAUNCH = {f.name: f for f in dataclasses.fields(LaunchArguments)}
+
+app = typer.Typer(
+    name="shardglass",
+    help="ZeRO fine-tuning for Hugging Face models, with glass walls.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """The console script: a ShardglassError becomes a message without a traceback, and exit code 2."""
+    try:
+        app()
+    except ShardglassError as error:
+        _say(str(error))
+        sys.exit(USER_FAULT)
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"shardglass: {text}", style="red", highlight=False, markup=False)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
+    if version:
+        _show_version()
+        raise typer.Exit
+
+
+@app.command("version")
+def _show_version() -> None:
+    """Show the version."""
+    Console(soft_wrap=True).print(__version__, highlight=False)
+
+
+@app.command(
+    "train",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,  # our own help lists the flags of transformers too
+)
+def _train(context: typer.Context) -> None:
+    """Fine-tune a model; `shardglass train --help` lists its flags."""
+    launch, flags = split_launch(context.args)
+    early = _early(flags, wants_help=launch.wants_help)
+    if early is None:
+        return
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if launch.values:
+            raise flags_error(
+                f"--{name}: this process was started by a launcher already (RANK is set); leave it out"
+                for name in launch.values
+            )
+        from shardglass.hf.train import main as train
+
+        train(flags)
+        return
+    options = _launch_options(launch)
+    from shardglass.hf.arguments import parse_command
+
+    parse_command(flags, rehearse=True)  # what only transformers can check, before any process is started
+    sys.exit(_launch(options, flags, on_cpu=bool(early.values.get("use_cpu"))))
+
+
+def split_launch(argv: Sequence[str]) -> tuple[Scanned, list[str]]:
+    """Separate the launcher's flags from those of training.
+
+    Returns:
+        The launcher's flags, read; the other ones in one of the ways in which they can be written.
+    """
+    launch: list[str] = []
+    flags: list[str] = []
+    for name, values in groups_of(argv):
+        is_launch = name in ("h", "help", *_LAUNCH) or ALIASES.get(name) in _LAUNCH
+        is_dashed = len(values) == 1 and values[0].startswith("--")
+        words = [f"--{name}={values[0]}"] if is_dashed else [f"--{name}", *values]
+        (launch if is_launch else flags).extend(words if name else values)
+    return scan(launch, kinds_of(LaunchArguments)), flags
+
+
+def _early(flags: Sequence[str], *, wants_help: bool) -> Scanned | None:
+    """Check all that can be checked without torch; None if help was asked for and shown.
+
+    Raises:
+        ConfigError: A flag, its value or the DeepSpeed JSON cannot be used.
+    """
+    if wants_help:
+        show_help()
+        return None
+    theirs = kinds_in_source()
+    known = {**theirs, **kinds_of(ModelArguments, DataArguments, LoraArguments, EngineFlags)}
+    scanned = scan(flags, known)
+    faults = [*scanned.faults, *early_faults(scanned.values)]
+    if theirs and faults:  # without transformers' names half of the flags would be unknown here
+        raise flags_error(faults)
+    if config := scanned.values.get("deepspeed"):
+        load_config(config, allow_unknown=bool(scanned.values.get("allow_unknown_config")))
+    return scanned
+
+
+def _launch_options(launch: Scanned) -> LaunchArguments:
+    """Check the launcher's flags together.
+
+    Raises:
+        ConfigError: Names all that cannot be used.
+    """
+    faults = list(launch.faults)
+    options = LaunchArguments(**launch.values)
+    count = options.nproc_per_node
+    if count not in ("auto", "gpu", "cpu") and not (count.isdecimal() and int(count) > 0):
+        faults.append(f"--nproc_per_node {count}: it must be a number of at least 1, or gpu, cpu or auto")
+    nodes = options.nnodes.split(":")
+    if len(nodes) > 2 or not all(part.isdecimal() and int(part) > 0 for part in nodes):
+        faults.append(f"--nnodes {options.nnodes}: it must be a number of at least 1, or least:most")
+    elif options.nnodes != "1" and options.master_addr is None and options.rdzv_endpoint is None:
+        faults.append(f"--nnodes {options.nnodes}: machines find each other by --master_addr or --rdzv_endpoint")
+    if options.master_port is not None and not 0 < options.master_port < 65536:
+        faults.append(f"--master_port {options.master_port}: a port is at least 1 and at most 65535")
+    if faults:
+        raise flags_error(faults)
+    return options
+
+
+def _launch(options: LaunchArguments, flags: Sequence[str], *, on_cpu: bool) -> int:
+    """Start the processes with torch's elastic launcher and wait for them.
+
+    Returns:
+        The exit code: 0, or that of the rank that failed first.
+
+    Raises:
+        ConfigError: The processes cannot be started as asked for.
+    """
+    import torch
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    given = {name: value for name, value in dataclasses.asdict(options).items() if value is not None}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    try:
+        count = run.determine_local_world_size(options.nproc_per_node)
+    except ValueError as error:
+        raise flags_error([f"--nproc_per_node {options.nproc_per_node}: {error}"]) from None
+    devices = torch.cuda.device_count()
+    if devices and not on_cpu and count > devices:
+        raise flags_error([f"--nproc_per_node {count}: there are {devices} GPUs, and each process needs one"])
+    # Threads of all processes together fill the machine once; torchrun would give each process one thread.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
+    # The failing rank has its say itself; the launcher's log would repeat it in its own form.
+    logging.disable(logging.ERROR)
+    try:
+        run.run(run.parse_args([*words, "-m", "shardglass.hf.train", *flags]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _failed(rank, failure)
+    except (SignalException, KeyboardInterrupt):
+        return INTERRUPTED
+    except DistError as error:
+        raise ConfigError(
+            f"the processes could not meet at {options.master_addr or 'this machine'}, port "
+            f"{options.master_port or 'chosen freely'}: {_first_line(error)}\n  choose another --master_port"
+        ) from None
+    return 0
+
+
+def _failed(rank: int, failure: "ProcessFailure") -> int:
+    """Say in one line who failed, unless that rank has said it in one line of its own; return the exit code."""
+    if failure.exitcode == USER_FAULT:
+        return USER_FAULT
+    if failure.exitcode < 0:
+        hint = ": the machine may have run out of memory" if failure.signal_name() == "SIGKILL" else ""
+        _say(f"rank {rank} was ended by {failure.signal_name()}{hint}")
+        return 128 - failure.exitcode
+    told: Any = failure.message  # torch declares str, and gives the record of the error file
+    message = told.get("message") if isinstance(told, Mapping) else None
+    _say(f"rank {rank} failed with exit code {failure.exitcode}" + (f": {message}" if message else ""))
+    return failure.exitcode
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
