@@ -121,12 +121,12 @@ class OptimizerShards:
         """Put the accumulated mean of a bucket on its slices as ``.grad``, if it counts."""
         if not (bucket.total_full or bucket.has_local):
             return
+        if bucket.total is not None and not bucket.total_full:
+            bucket.total.zero_()
         for owned in self._by_buffer.get(bucket.buffer.index, ()):
             if bucket.total is None or bucket.total.dtype != owned.param.dtype:
                 grad: Tensor = GradientElsewhere.for_param(owned.param)
             else:
-                if not bucket.total_full:
-                    bucket.total.zero_()
                 grad = bucket.total[owned.where]
             owned.param.grad = grad
             owned.shown, owned.version = owned.param.grad, grad._version
