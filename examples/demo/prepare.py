@@ -133,6 +133,7 @@ def convert(gguf: Path, folder: Path) -> None:
         gguf: The file to read.
         folder: An existing folder to write in.
     """
+    import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -141,8 +142,9 @@ def convert(gguf: Path, folder: Path) -> None:
     # A model loaded from GGUF carries this and then refuses to be saved, although its weights are plain by now.
     for key in ("quantization_config", "_model_name_or_path", "_name_or_path"):
         fields.pop(key, None)
-    model = LlamaForCausalLM(LlamaConfig.from_dict(fields))
-    model.load_state_dict(source.state_dict())
+    with torch.device("meta"):  # no random weights are drawn only to be thrown away
+        model = LlamaForCausalLM(LlamaConfig.from_dict(fields))
+    model.load_state_dict(source.state_dict(), assign=True)
     model.tie_weights()
     model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
@@ -166,7 +168,7 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def answer(model: Any, tokenizer: Any, question: str, *, max_new_tokens: int = 48) -> str:  # noqa: ANN401 (untyped)
+def answer(model: Any, tokenizer: Any, question: str, *, max_new_tokens: int = 48) -> str:
     """Return the model's greedy answer to one question.
 
     Args:
@@ -270,10 +272,16 @@ def write_conversations(path: Path, dialogues: list[Dialogue]) -> None:
     path.write_text(json.dumps(records, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def prepare_data(cache: Path) -> tuple[Path, Path]:
-    """Write the dialogues and return the paths of the training and the held-out file."""
+def prepare_data(cache: Path, *, train_samples: int | None = None) -> tuple[Path, Path]:
+    """Write the dialogues and return the paths of the training and the held-out file.
+
+    Args:
+        cache: The folder to write in.
+        train_samples: Write only so many dialogues for training; None: all.
+    """
     dialogues = read_dialogues(package_folder("chatterbot_corpus", "chatterbot-corpus"))
     train, held_out = split_dialogues(dialogues)
+    train = train[:train_samples]
     paths = cache / "dialogues" / "train.json", cache / "dialogues" / "held_out.json"
     write_conversations(paths[0], train)
     write_conversations(paths[1], held_out)

@@ -56,7 +56,7 @@ _HOMES = {
 """Module of each public name that is not an error."""
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 (PEP 562: a module attribute can be anything)
+def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES.get(name, "shardglass.errors")), name)
