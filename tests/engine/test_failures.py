@@ -1,6 +1,7 @@
 """One rank's failure ends all ranks soon, with that rank's message."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -60,6 +61,7 @@ def test_a_rank_that_raises_ends_torchrun_within_seconds_with_its_message(tmp_pa
     )
     assert ended.returncode != 0
     assert "ValueError: the data of rank 1 ran out" in ended.stderr
+    assert re.search(r"Root Cause.*rank +: 1 ", ended.stderr, re.DOTALL)
     assert "went on to the end" not in ended.stdout
     assert time.monotonic() - started < 60
 
