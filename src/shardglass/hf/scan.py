@@ -106,7 +106,7 @@ def groups_of(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     groups: list[tuple[str, list[str]]] = []
     for token in argv:
         if token == "-h" or (token.startswith("--") and len(token) > 2):
-            name, equals, value = token.lstrip("-").partition("=")
+            name, equals, value = (token[2:] or "help").partition("=")
             groups.append((name.replace("-", "_"), [value] if equals else []))
         elif groups:
             groups[-1][1].append(token)

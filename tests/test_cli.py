@@ -1,0 +1,207 @@
+"""The command line: answers without torch, mistakes as one message with exit code 2, processes of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from typer.testing import CliRunner
+
+import shardglass
+from shardglass import cli
+from shardglass.errors import ConfigError
+
+REQUIRED = ["--model_name_or_path", "model", "--data_path", "data.json"]
+
+SOURCE = Path(shardglass.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*argv: str, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a process of its own, as a user does."""
+    paths = [str(folder)] if folder else []
+    return subprocess.run(
+        [sys.executable, "-m", "shardglass", *argv],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(SOURCE)]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def message_of(*argv: str) -> str:
+    """Run the command in this process and return the message of its error."""
+    with pytest.raises(ConfigError) as caught:
+        cli.app(["train", *argv])
+    return str(caught.value)
+
+
+def options_of(*argv: str) -> cli.LaunchArguments:
+    launch, _ = cli.split_launch(argv)
+    return cli._launch_options(launch)
+
+
+# ---- without torch ----
+
+
+def test_help_version_and_unknown_flags_are_answered_without_torch():
+    script = (
+        "import sys\nfrom shardglass import cli\n"
+        "for argv in (['--help'], ['--version'], ['version'], ['train', '--help'], ['train', '--lerning_rate', '1']):\n"
+        "    sys.argv = ['shardglass', *argv]\n"
+        "    try:\n        cli.main()\n    except SystemExit as stop:\n        print('exit', stop.code)\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert [line for line in done.stdout.splitlines() if line.startswith("exit")] == ["exit 0"] * 4 + ["exit 2"]
+    assert done.stdout.splitlines()[-1] == "False False"
+    assert done.stdout.count(shardglass.__version__) >= 2
+    assert "--gradient_accumulation_steps" in done.stdout
+    assert "did you mean --learning_rate?" in done.stderr
+
+
+def test_python_m_shardglass_ends_a_mistake_with_one_message_and_code_2():
+    done = run("train", *REQUIRED, "--num_train_epochs", "two")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "shardglass: flags: --num_train_epochs two: not a number",
+        "  `shardglass train --help` lists all flags",
+    ]
+
+
+def test_commands_are_train_and_version():
+    result = CliRunner().invoke(cli.app, ["--help"])
+    assert result.exit_code == 0
+    assert [name for name in ("train", "version") if name in result.stdout] == ["train", "version"]
+    assert CliRunner().invoke(cli.app, ["trian"]).exit_code == 2
+
+
+# ---- flags of the launcher ----
+
+
+def test_launcher_flags_are_separated_from_those_of_training():
+    argv = ["--nproc", "2", "--learning-rate=1e-5", "--master-port=6819", "--max_steps", "-1", "--run_name=--x"]
+    launch, flags = cli.split_launch(argv)
+    assert launch.values == {"nproc_per_node": "2", "master_port": 6819}
+    assert flags == ["--learning_rate", "1e-5", "--max_steps", "-1", "--run_name=--x"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--nproc", "0"], "--nproc_per_node 0: it must be a number of at least 1, or gpu, cpu or auto"),
+        (["--nnodes", "1:2:3"], "--nnodes 1:2:3"),
+        (["--nnodes", "2"], "by --master_addr or --rdzv_endpoint"),
+        (["--master_port", "70000"], "--master_port 70000"),
+        (["--master_port", "x"], "--master_port x: not a whole number"),
+    ],
+)
+def test_launcher_flags_that_cannot_be_used_are_refused(argv, part):
+    with pytest.raises(ConfigError) as caught:
+        options_of(*argv)
+    assert part in str(caught.value)
+
+
+def test_launcher_flags_keep_the_names_of_torchrun():
+    options = options_of("--nproc_per_node", "gpu", "--nnodes", "2", "--node_rank", "1", "--master_addr", "host")
+    assert (options.nproc_per_node, options.nnodes, options.node_rank) == ("gpu", "2", 1)
+    assert (options.master_addr, options.master_port) == ("host", None)
+
+
+def test_launcher_flags_in_a_launched_process_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--nproc_per_node: this process was started by a launcher already" in message_of(*REQUIRED, "--nproc", "2")
+
+
+# ---- what is checked before processes start ----
+
+
+def test_deepspeed_json_is_checked_before_processes_start(tmp_path):
+    assert "ds.json" in message_of(*REQUIRED, "--deepspeed", str(tmp_path / "ds.json"))
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"gradient_clipp1ng": 1.0}))
+    assert "gradient_clipping" in message_of(*REQUIRED, "--deepspeed", str(config))
+
+
+def test_values_that_only_transformers_knows_are_checked_before_processes_start():
+    text = message_of(*REQUIRED, "--lr_scheduler_type", "cosin", "--ddp_backend", "gloo")
+    assert "--lr_scheduler_type cosin: it must be one of linear, cosine" in text
+
+
+# ---- processes ----
+
+WORKER = """
+import os, sys
+rank = int(os.environ["RANK"])
+print("worker", rank, os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], *sys.argv, flush=True)
+if rank == 1 and "mistake" in sys.argv:
+    print("shardglass: rank 1: no such thing", file=sys.stderr, flush=True)
+    os._exit(2)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def with_worker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that puts a short worker in the place of ``shardglass.hf.train``, in started processes only."""
+    folder = tmp_path_factory.mktemp("worker")
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'shardglass.hf.train' in sys.orig_argv:\n"
+        "    sys.argv = sys.orig_argv[sys.orig_argv.index('shardglass.hf.train') + 1 :]\n"
+        f"    exec(compile({WORKER!r}, 'worker', 'exec'), {{}})\n"
+    )
+    return folder
+
+
+def test_train_starts_its_own_processes(with_worker):
+    done = run("train", "--nproc", "2", *REQUIRED, "--run-name=fine", folder=with_worker)
+    assert (done.returncode, done.stderr) == (0, "")
+    flags = " ".join([*REQUIRED, "--run_name", "fine"])
+    assert sorted(done.stdout.splitlines()) == [f"worker {rank} 2 1 {flags}" for rank in (0, 1)]
+
+
+def test_a_mistake_that_a_rank_finds_is_told_once_with_code_2(with_worker):
+    done = run("train", "--nproc_per_node=2", *REQUIRED, "--run_name", "mistake", folder=with_worker)
+    assert (done.returncode, done.stderr) == (2, "shardglass: rank 1: no such thing\n")
+
+
+def failure_of(exit_code: int, error_file: str = "") -> ProcessFailure:
+    return ProcessFailure(local_rank=1, pid=1, exitcode=exit_code, error_file=error_file)
+
+
+def test_a_failing_rank_is_named_with_its_error(tmp_path, capsys):
+    record = tmp_path / "error.json"
+    message = {"message": "RuntimeError: out of luck", "extraInfo": {"py_callstack": "", "timestamp": "1"}}
+    record.write_text(json.dumps({"message": message}))
+    assert cli._failed(3, failure_of(1, str(record))) == 1
+    assert capsys.readouterr().err == "shardglass: rank 3 failed with exit code 1: RuntimeError: out of luck\n"
+    assert cli._failed(3, failure_of(7)) == 7
+    assert capsys.readouterr().err == "shardglass: rank 3 failed with exit code 7\n"
+
+
+def test_a_killed_rank_is_named_with_the_signal(capsys):
+    assert cli._failed(1, failure_of(-9)) == 137
+    assert capsys.readouterr().err == (
+        "shardglass: rank 1 was ended by SIGKILL: the machine may have run out of memory\n"
+    )
+    assert cli._failed(1, failure_of(-11)) == 139
+    assert capsys.readouterr().err == "shardglass: rank 1 was ended by SIGSEGV\n"
