@@ -1,0 +1,33 @@
+"""What a run tells its user: the values of the summary, and their form in a terminal. Loads no torch."""
+
+from shardglass.report.cuts import CutRow, cut_rows
+from shardglass.report.dtypes import DtypeRow, dtype_rows
+from shardglass.report.summary import (
+    Batch,
+    DecayGroup,
+    Environment,
+    MemoryAccount,
+    MemoryRow,
+    Progress,
+    RatePoint,
+    RunSummary,
+    memory_account,
+)
+from shardglass.report.terminal import render_summary
+
+__all__ = [
+    "Batch",
+    "CutRow",
+    "DecayGroup",
+    "DtypeRow",
+    "Environment",
+    "MemoryAccount",
+    "MemoryRow",
+    "Progress",
+    "RatePoint",
+    "RunSummary",
+    "cut_rows",
+    "dtype_rows",
+    "memory_account",
+    "render_summary",
+]
