@@ -1,5 +1,6 @@
 """What is installed and what is public."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -94,6 +95,19 @@ def test_dependencies_have_a_lower_bound_and_no_upper_one():
         assert operators == {">="}, str(requirement)
 
 
+def test_every_package_that_the_source_imports_is_declared():
+    imported = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.partition(".")[0])
+    foreign = imported - set(sys.stdlib_module_names) - {"shardglass", "pydantic_core"}  # pydantic brings its core
+    declared_names = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+    assert {canonicalize_name(name) for name in foreign} <= declared_names
+
+
 def test_constraints_pin_the_data_packages_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     names = re.search(r"^DATA_PACKAGES := (.+)$", makefile, re.MULTILINE)
@@ -157,7 +171,7 @@ def test_importing_the_package_loads_neither_torch_nor_transformers():
 
 def test_pure_modules_load_no_torch():
     heavy = python_of(
-        "import shardglass.layout, shardglass.config, shardglass.resolve, shardglass.plan.memory\n"
+        "import shardglass.layout, shardglass.config, shardglass.resolve, shardglass.plan.memory, shardglass.report\n"
         "print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
     )
     assert heavy == "[]"

@@ -19,6 +19,7 @@ from prepare import answer, cache_folder, prepare_data, prepare_model, say
 from shardglass.errors import ShardglassError
 
 QUESTION = "What is your favorite hobby?"
+PROCESSES = 2
 MAX_LENGTH = 256
 EVAL_BATCH = 8
 OUTPUT = Path("runs") / "demo"
@@ -46,7 +47,7 @@ class Size:
 
 FAST = Size(samples=192, micro_batch=4, accumulation=4, learning_rate=2e-5, reason="this machine multiplies bf16 fast")
 SLOW = Size(
-    samples=12,
+    samples=8,
     micro_batch=1,
     accumulation=2,
     learning_rate=5e-5,
@@ -70,11 +71,18 @@ class Measured:
     reply: str
 
 
+def enough_gpus() -> bool:
+    """Say whether each process gets a GPU of its own; with fewer, both train on the CPU."""
+    import torch
+
+    return torch.cuda.device_count() >= PROCESSES
+
+
 def choose_size() -> Size:
     """Return the size that this machine trains in about two minutes."""
     import torch
 
-    fast = torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    fast = enough_gpus() or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return FAST if fast else SLOW
 
 
@@ -127,7 +135,7 @@ def held_out_loss(model: Any, tokenizer: Any, held_out: Path) -> tuple[float, in
 def train_command(model: Path, data: Path, size: Size) -> list[str]:
     """Return the command that trains; it can be typed in a shell as it is."""
     flags = {
-        "nproc_per_node": 2,
+        "nproc_per_node": PROCESSES,
         "model_name_or_path": model,
         "data_path": data,
         "bf16": True,
@@ -147,9 +155,11 @@ def train_command(model: Path, data: Path, size: Size) -> list[str]:
 
 
 def train(command: list[str]) -> int:
-    """Run the command with the cores divided among its two processes; return its exit code."""
-    threads = max(1, (os.cpu_count() or 2) // 2)
-    return subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": str(threads)}).returncode
+    """Run the command with the cores divided among its processes; return its exit code."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // PROCESSES))}
+    if not enough_gpus():
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return subprocess.run(command, check=False, env=environment).returncode
 
 
 def report(before: Measured, after: Measured, seconds: float) -> None:
@@ -166,7 +176,12 @@ def report(before: Measured, after: Measured, seconds: float) -> None:
 
 
 def main() -> int:
-    """Run the demo; return 0 when the held-out loss fell, 1 when it did not, 2 when an input could not be made."""
+    """Run the demo.
+
+    Returns:
+        0 when the held-out loss fell, 1 when it did not, 2 when an input could not be made, and the exit code of the
+        training command when that failed.
+    """
     from transformers.utils import logging
 
     start = time.monotonic()
