@@ -23,6 +23,12 @@ DTYPE_BYTES = {
 }
 """Bytes per element, by torch's name of a dtype."""
 
+REDUCTIONS_IN_FLIGHT = 1
+"""Reductions under way while the next buffer fills: one hides behind a unit's backward; more cost a buffer each."""
+
+SUM_CHUNK = 1 << 18
+"""Elements added at a time on CPU: two fp32 pieces of this size fit the second-level cache."""
+
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -48,12 +48,14 @@ def naive(params, world_size):
                 cells = []
                 align = 16 // DTYPE_BYTES[dtype]
                 for group in (None, 0, 1, 2):
+                    while len(cells) % 32 and any(p.dtype == dtype and p.group == group for p in kind):
+                        cells.append(None)
                     for p in kind:
                         if p.dtype == dtype and p.group == group:
                             while len(cells) % align:
                                 cells.append(None)
                             cells += [(p.name, element) for element in range(p.numel)]
-                while len(cells) % (align * world_size):
+                while len(cells) % (32 * world_size):
                     cells.append(None)
                 buffers.append(((unit, dtype, trainable), cells))
     return buffers
@@ -103,10 +105,10 @@ def test_the_ranks_slices_are_all_elements_once(params, world_size):
 
 
 @cases
-def test_parameters_and_shards_start_at_16_bytes(params, world_size):
+def test_parameters_start_at_16_bytes_and_shards_at_32_elements(params, world_size):
     for buffer in units_layout(params, world_size).buffers:
         assert all(offset * buffer.itemsize % 16 == 0 for offset in buffer.offsets)
-        assert buffer.shard_numel * buffer.itemsize % 16 == 0
+        assert buffer.shard_numel % 32 == 0
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -123,7 +125,8 @@ def test_group_runs_cover_exactly_the_group_s_elements(whole, params, world_size
                       if p.numel and o < base + run.stop and o + p.numel > base + run.start}  # fmt: skip
             assert inside == {run.group}
             assert run.slices[0].offset == run.start
-            assert run.slices[-1].offset + run.slices[-1].length == run.stop
+            assert run.start % 32 == run.stop % 32 == 0
+            assert 0 <= run.stop - (run.slices[-1].offset + run.slices[-1].length) < 32
             assert run.stop <= (buffer.numel if whole else buffer.shard_numel)
         total = sum(s.length for run in runs for s in run.slices)
         owned = sum(p.numel for p in params if p.trainable) if whole else sum(
@@ -171,12 +174,12 @@ def test_json_is_pinned_because_checkpoints_persist_it():
         "scheme": "units",
         "world_size": 2,
         "buffers": [
-            {"unit": "root:0", "dtype": "float32", "trainable": True, "shard_numel": 4,
+            {"unit": "root:0", "dtype": "float32", "trainable": True, "shard_numel": 32,
              "params": [{"name": "emb", "shape": [3, 2], "group": 1, "offset": 0}]},
-            {"unit": "b", "dtype": "float32", "trainable": True, "shard_numel": 4,
+            {"unit": "b", "dtype": "float32", "trainable": True, "shard_numel": 32,
              "params": [{"name": "b.norm", "shape": [3], "group": 0, "offset": 0},
-                        {"name": "b.weight", "shape": [2, 2], "group": 1, "offset": 4}]},
-            {"unit": "b", "dtype": "float32", "trainable": False, "shard_numel": 4,
+                        {"name": "b.weight", "shape": [2, 2], "group": 1, "offset": 32}]},
+            {"unit": "b", "dtype": "float32", "trainable": False, "shard_numel": 32,
              "params": [{"name": "b.bias", "shape": [5], "group": None, "offset": 0}]},
         ],
     }  # fmt: skip
@@ -186,7 +189,7 @@ def test_a_bf16_parameter_starts_at_a_multiple_of_eight_elements():
     layout = units_layout([spec("a", (3,), dtype="bfloat16"), spec("b", (9,), dtype="bfloat16")], 3)
     (buffer,) = layout.buffers
     assert buffer.offsets == (0, 8)
-    assert buffer.shard_numel == 8
+    assert buffer.shard_numel == 32
     assert buffer.key == "u/bfloat16/trainable"
 
 

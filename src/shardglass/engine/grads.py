@@ -31,10 +31,7 @@ from shardglass.engine.buffers import ParamBuffer, owned_range, torch_dtype
 from shardglass.engine.comm import Chained, Comm, Pending
 from shardglass.engine.sums import Scratch, ShardSum, add_into
 from shardglass.errors import CollectiveError, InvariantError, UsageError
-from shardglass.options import EngineOptions
-
-MAX_IN_FLIGHT = 1
-"""Reductions under way while the next buffer fills: one hides behind a unit's backward; more cost a buffer each."""
+from shardglass.options import REDUCTIONS_IN_FLIGHT, EngineOptions
 
 
 class Phase(Enum):
@@ -248,7 +245,7 @@ class Gradients:
 
     def _launch(self, bucket: Bucket) -> None:
         """Start the reduction of what the bucket has; missing gradients count as zero."""
-        while len(self._flying) >= MAX_IN_FLIGHT:
+        while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
             self._finish_oldest()
         flat = self._outgoing(bucket)
         spec = bucket.buffer.layout

@@ -93,6 +93,7 @@ class OptimizerShards:
             OwnedRun(run=run, buffer=buffers[run.buffer], param=_slice_of(buffers[run.buffer], run))
             for run in group_runs(layout, comm.rank, whole=whole)
         ]
+        self._mark: GradientElsewhere | None = None
         self._by_buffer: dict[int, list[OwnedRun]] = {}
         for owned in self.runs:
             self._by_buffer.setdefault(owned.run.buffer, []).append(owned)
@@ -114,6 +115,11 @@ class OptimizerShards:
         for g, group in enumerate(self.optimizer.param_groups):
             group["params"] = [owned.param for owned in self.runs if owned.run.group == g]
         self.optimizer.state.update({p: state for p, state in moved.items() if state})
+        if self.runs:
+            self._marked = self.runs[0].param
+        else:  # an optimizer without a single element here, for ``mark``; it never has a gradient in a step
+            self._marked = nn.Parameter(torch.empty(0, device=self._comm.device))
+            self.optimizer.param_groups[0]["params"].append(self._marked)
 
     # ---- gradients on the slices ----
 
@@ -131,12 +137,24 @@ class OptimizerShards:
             owned.param.grad = grad
             owned.shown, owned.version = owned.param.grad, grad._version
 
+    def mark(self) -> None:
+        """Leave a mark where no gradient is shown on this rank although ranks have some.
+
+        Otherwise a rank that owns nothing of them would not see ``optimizer.zero_grad()``, and keep its own sums.
+        """
+        if all(owned.shown is None for owned in self.runs):
+            self._mark = GradientElsewhere.for_param(self._marked)
+            self._marked.grad = self._mark
+
     def was_cleared(self) -> bool:
         """Whether ``optimizer.zero_grad()`` was called since gradients were shown."""
+        if self._mark is not None and (self._marked.grad is not self._mark or self._mark.cleared):
+            return True
         return any(_is_cleared(owned) for owned in self.runs if owned.shown is not None)
 
     def hide(self) -> None:
         """Take every gradient off the slices."""
+        self._marked.grad = self._mark = None
         for owned in self.runs:
             owned.param.grad = owned.shown = None
 
@@ -162,12 +180,17 @@ class OptimizerShards:
 
         The factor is that of ``torch.nn.utils.clip_grad_norm_``: min(1, max_norm / (norm + 1e-6)).
         """
-        norm = self.norm(grads)
+        self.norm(grads)
+        # Of what is there now: a second call finds the gradients clipped already.
+        norm = self.clipped_grad_norm if self.clipped_grad_norm is not None else math.nan
         factor = max_norm / (norm + 1e-6)
         if math.isfinite(norm) and factor < 1.0:
             for bucket in grads.buckets:
                 if bucket.total is not None and bucket.total_full:
                     bucket.total.mul_(factor)
+            for owned in self.runs:
+                if owned.shown is not None:
+                    owned.version = owned.shown._version  # our own write is no clear
             self.clipped_grad_norm = norm * factor
         return norm
 
@@ -184,6 +207,7 @@ class OptimizerShards:
         if not has_any:
             self.hide()
             return
+        self._marked.grad = self._mark = None
         norm = self.norm(grads)
         if self._options.skip_nonfinite and not math.isfinite(norm):
             self._skip(grads)

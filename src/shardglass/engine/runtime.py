@@ -41,6 +41,7 @@ class Runtime:
         self._gathers: dict[str, list[Pending]] = {}  # by unit, in forward order
         self._callback_queued = False
         self._took_step = False
+        self._weights_age = 0  # steps taken, to see a graph of older weights
         self._placeholders: list[tuple[nn.Parameter, GradientElsewhere]] = []
         self._params = {name: p for unit in units for name, p in unit.params.items()}
         self._trainable = {name: p.requires_grad for name, p in self._params.items()}
@@ -128,7 +129,10 @@ class Runtime:
         if torch.is_grad_enabled():
             for tensor in _tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda grad: self._backward_began())
+                    tensor.register_hook(self._starter(self._weights_age))
+
+    def _starter(self, age: int) -> Callable[[Tensor], None]:
+        return lambda grad: self._backward_began(age)
 
     def wait_unit(self, unit: str) -> None:
         """Make sure a unit's parameters are the updated ones."""
@@ -147,8 +151,17 @@ class Runtime:
 
     # ---- backward ----
 
-    def _backward_began(self) -> None:
-        """In the outer backward, before any parameter's gradient."""
+    def _backward_began(self, age: int) -> None:
+        """In the outer backward, before any parameter's gradient.
+
+        Raises:
+            UsageError: The weights were stepped since the forward, so the gradient would be of neither.
+        """
+        if age != self._weights_age:
+            raise UsageError(
+                "backward() through a forward from before optimizer.step(): the weights it used are gone; call "
+                "backward() for every loss before the step, or run the forward again"
+            )
         self._before_gradient()
         if not self._callback_queued:
             self._callback_queued = True
@@ -178,6 +191,8 @@ class Runtime:
                 placeholder = GradientElsewhere.for_param(param)
                 param.grad = placeholder
                 self._placeholders.append((param, placeholder))
+        if any(bucket.total_full or bucket.has_local for bucket in self._grads.buckets):
+            self._shards.mark()
 
     def _remove_placeholders(self) -> None:
         for param, placeholder in self._placeholders:
@@ -230,6 +245,7 @@ class Runtime:
 
     def _spread(self) -> None:
         """Cast the updated master weights and start a gather per buffer, in forward order."""
+        self._weights_age += 1
         for buffer in self._buffers:
             if buffer.master is None:
                 continue

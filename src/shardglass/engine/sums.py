@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18
-"""Elements handled at a time on CPU: two fp32 pieces fit the second-level cache. A GPU has no such need."""
+from shardglass.options import SUM_CHUNK
 
 NORM_ROW = 1 << 14
 """Elements whose squares are added in fp32 before the sums go on in fp64."""
@@ -52,10 +51,10 @@ def add_into(target: Tensor, source: Tensor, scratch: Scratch) -> None:
     if target.dtype == source.dtype or target.is_cuda:
         target.add_(source)
         return
-    for low in range(0, target.numel(), CHUNK):
-        piece = source[low : low + CHUNK]
-        cast, _ = scratch.pieces(target.dtype, CHUNK)
-        target[low : low + CHUNK].add_(cast[: piece.numel()].copy_(piece))
+    for low in range(0, target.numel(), SUM_CHUNK):
+        piece = source[low : low + SUM_CHUNK]
+        cast, _ = scratch.pieces(target.dtype, SUM_CHUNK)
+        target[low : low + SUM_CHUNK].add_(cast[: piece.numel()].copy_(piece))
 
 
 def sum_parts(parts: Sequence[Tensor], into: ShardSum, scratch: Scratch) -> None:
@@ -70,14 +69,20 @@ def sum_parts(parts: Sequence[Tensor], into: ShardSum, scratch: Scratch) -> None
     if len(parts) == 1 and not into.add and into.scale == 1.0:
         out.copy_(parts[0])
         return
-    step = out.numel() if out.is_cuda else CHUNK
-    for low in range(0, out.numel(), max(1, step)):
-        target = out[low : low + step]
-        first, second = scratch.pieces(out.dtype, target.numel())
+    if out.is_cuda:  # a GPU's collectives give one part, and its kernels cast on the way
+        for k, part in enumerate(parts):
+            if into.add or k:
+                out.add_(part, alpha=into.scale)
+            else:
+                out.copy_(part).mul_(into.scale)
+        return
+    for low in range(0, out.numel(), SUM_CHUNK):
+        target = out[low : low + SUM_CHUNK]
+        first, second = (piece[: target.numel()] for piece in scratch.pieces(out.dtype, SUM_CHUNK))
         total = first if into.add else target
-        total.copy_(parts[0][low : low + step])
+        total.copy_(parts[0][low : low + SUM_CHUNK])
         for part in parts[1:]:
-            piece = part[low : low + step]
+            piece = part[low : low + SUM_CHUNK]
             total.add_(piece if piece.dtype == total.dtype else second.copy_(piece))
         if into.scale != 1.0:
             total.mul_(into.scale)

@@ -67,7 +67,7 @@ def load_tokenizer(name: str, *, cache_dir: str | None, trust_remote_code: bool)
 
 
 def load_model(name: str, *, cache_dir: str | None, trust_remote_code: bool, **options: Any) -> Any:
-    """The model on the CPU in the dtype of its checkpoint, so that master weights keep every bit of it.
+    """The model on the CPU, by default in the dtype of its checkpoint, so that master weights keep every bit of it.
 
     Args:
         name: A folder or a hub id.
@@ -78,13 +78,12 @@ def load_model(name: str, *, cache_dir: str | None, trust_remote_code: bool, **o
     Raises:
         ModelError: It cannot be loaded, or tensors are missing or of another shape; all are named.
     """
-    given = {key: value for key, value in options.items() if value is not None}
+    given = {"dtype": "auto"} | {key: value for key, value in options.items() if value is not None}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             cache_dir=cache_dir,
             trust_remote_code=trust_remote_code,
-            dtype="auto",
             output_loading_info=True,
             **given,
         )
@@ -104,7 +103,7 @@ def load_model(name: str, *, cache_dir: str | None, trust_remote_code: bool, **o
     return model
 
 
-def prepare_for_training(model: Any, tokenizer: Any, *, gradient_checkpointing: bool) -> None:
+def prepare_for_training(model: Any, tokenizer: Any, *, recomputes: bool) -> None:
     """Check that tokens fit the embedding, and switch the cache off where checkpointing recomputes.
 
     Raises:
@@ -116,8 +115,8 @@ def prepare_for_training(model: Any, tokenizer: Any, *, gradient_checkpointing: 
             f"the tokenizer has {len(tokenizer)} tokens and the model's embedding {rows} rows; use the tokenizer of "
             "the model, or resize the embedding and save the model first"
         )
-    if gradient_checkpointing:
-        model.config.use_cache = False
+    if recomputes:
+        model.config.use_cache = False  # a cache would be filled twice
 
 
 def dtype_of(model: torch.nn.Module) -> str:

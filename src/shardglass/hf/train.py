@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,9 @@ from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
 from shardglass.report.terminal import render_summary
 
+SUMMARY_FILE = "shardglass_summary.json"
+"""The run summary as JSON, beside the saved model."""
+
 GRACE_S = 5.0
 """Seconds rank 0 has to say a mistake that every rank found."""
 
@@ -37,24 +41,28 @@ def main(argv: Sequence[str] | None = None, *, defaults: Mapping[str, str] | Non
     """
     is_main = int(os.environ.get("RANK", "0")) == 0
     _set_up_logging(is_main=is_main)
-    console = Console(soft_wrap=True) if is_main else None
+    _run(sys.argv[1:] if argv is None else list(argv), defaults or {}, is_main=is_main)
+
+
+@record
+def _run(argv: Sequence[str], defaults: Mapping[str, str], *, is_main: bool) -> None:
+    """The command; ``record`` writes an exception that is no user's mistake to torchrun's error file."""
     try:
-        command = parse_command(sys.argv[1:] if argv is None else list(argv), defaults=defaults or {})
+        command = parse_command(argv, defaults=defaults)
         trainer = build_trainer(command, is_main=is_main)
     except ShardglassError as error:
         _fail(error, shared=True)
     try:
-        _train(command, trainer, console)
+        _train(command, trainer, Console(soft_wrap=True) if is_main else None)
     except ShardglassError as error:
         _fail(error, shared=False)
 
 
-@record
 def _train(command: Command, trainer: ZeroTrainer, console: Console | None) -> None:
-    """Train, save, show; ``record`` writes an exception to torchrun's error file."""
+    """Train, save, show."""
     notes = [*command.notes, *trainer.resolved.notes]
     if trainer.writes_checkpoints():
-        strategy = command.training.save_strategy.value
+        strategy = getattr(command.training.save_strategy, "value", command.training.save_strategy)
         notes.append(
             f"--save_strategy {strategy}: no checkpoints are written yet during a run; the final model is saved"
         )
@@ -68,6 +76,7 @@ def _train(command: Command, trainer: ZeroTrainer, console: Console | None) -> N
     summary = callback.summary()
     if console is not None:
         render_summary(summary, console)
+        (Path(str(command.training.output_dir)) / SUMMARY_FILE).write_text(summary.to_json(), encoding="utf-8")
         console.print(f"saved model: {command.training.output_dir}", highlight=False, markup=False)
     torch.distributed.destroy_process_group()
 
@@ -79,7 +88,6 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
         ShardglassError: Flags, config, data, tokenizer or model cannot be used; nothing was written.
     """
     model_args, data_args, training = command.model, command.data, command.training
-    training.explicit = command.explicit
     options = DataOptions(
         label_policy=data_args.label_policy,
         model_max_length=training.model_max_length,
@@ -99,8 +107,13 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
     if data_args.eval_data_path:
         eval_data = build_dataset(data_args.eval_data_path, tokenizer, options, is_main=is_main)
     resolve_run(training)  # the Trainer does it again; here a wrong config is found before the weights are read
-    model = load_model(model_args.model_name_or_path, attn_implementation=model_args.attn_implementation, **where)
-    prepare_for_training(model, tokenizer, gradient_checkpointing=training.gradient_checkpointing)
+    model = load_model(
+        model_args.model_name_or_path,
+        attn_implementation=model_args.attn_implementation,
+        dtype=model_args.dtype,
+        **where,
+    )
+    prepare_for_training(model, tokenizer, recomputes=bool(training.activation_checkpointing))
     return ZeroTrainer(
         model=model,
         args=training,

@@ -49,10 +49,12 @@ class ZeroMixin:
     Attributes:
         handle: The engine's handle, once training began; None before.
         resolved: Every value of the run, with its origin.
+        token_counts: [2] int64, tokens and label tokens this rank trained on so far; padding is not counted.
     """
 
     handle: Handle | None
     resolved: Resolved
+    token_counts: Tensor
 
     def __init__(self, *args: Any, zero_config: ZeroConfig | None = None, **kwargs: Any) -> None:
         """Resolve config and arguments, then build the Trainer.
@@ -71,6 +73,7 @@ class ZeroMixin:
         _ensure_process_group(training_args)
         super().__init__(*args, **kwargs)
         self._check_supported()
+        self.token_counts = torch.zeros(2, dtype=torch.int64, device=training_args.device)
         self.add_callback(_TellSkipped(self))  # type: ignore[attr-defined]
 
     def _check_supported(self) -> None:
@@ -171,10 +174,21 @@ class ZeroMixin:
         """One micro-batch; before the accumulation boundary it communicates only if the stage shards gradients."""
         boundary = bool(self.accelerator.sync_gradients)  # type: ignore[attr-defined]
         handle = self._live_handle()
+        self._count_tokens(args[0] if args else kwargs["inputs"])
         local = not boundary and not handle.options.rules.shards_grads
         with handle.no_sync() if local else nullcontext():
             loss: Tensor = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
         return loss
+
+    def _count_tokens(self, inputs: Mapping[str, Tensor]) -> None:
+        """Count real tokens and label tokens; nothing waits for the device."""
+        ids, mask, labels = (inputs.get(key) for key in ("input_ids", "attention_mask", "labels"))
+        if mask is not None:
+            self.token_counts[0] += mask.sum().to(self.token_counts.device)
+        elif ids is not None:
+            self.token_counts[0] += ids.numel()
+        if labels is not None:
+            self.token_counts[1] += (labels[..., 1:] != -100).sum().to(self.token_counts.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """The Trainer's ``grad_norm``: the global norm before clipping."""
@@ -324,6 +338,8 @@ def apply_resolved(args: Any, resolved: Resolved) -> None:
     )
     for name in names:
         setattr(args, name, getattr(decided, name))
+    if decided.bf16:
+        args.bf16_full_eval = False  # it would replace the parameters; the engine casts them
 
 
 def _ensure_process_group(args: Any) -> None:

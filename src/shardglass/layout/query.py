@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from shardglass.errors import UsageError
-from shardglass.layout.spec import Buffer, Layout
+from shardglass.layout.spec import RUN_ALIGN, Buffer, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,8 @@ class Slice:
 class GroupRun:
     """The part of one rank's shard of a buffer that belongs to one optimizer group.
 
-    Its padding between parameters is included, so it is one contiguous run and one tensor for the optimizer.
+    Its padding between parameters and up to a whole vector is included, so it is one contiguous run and one tensor for
+    the optimizer.
 
     Attributes:
         buffer: Index of the buffer.
@@ -151,7 +152,7 @@ def group_runs(layout: Layout, rank: int, *, whole: bool = False) -> tuple[Group
                     buffer=b,
                     group=group,
                     start=members[0].offset,
-                    stop=last.offset + last.length,
+                    stop=-(-(last.offset + last.length) // RUN_ALIGN) * RUN_ALIGN,
                     slices=tuple(members),
                 )
             )

@@ -7,11 +7,11 @@ that ``units_layout`` gives, so a change here is a new layout version.
 from collections.abc import Sequence
 
 from shardglass.errors import InvariantError
-from shardglass.layout.spec import Buffer, Layout, ParamSpec
+from shardglass.layout.spec import RUN_ALIGN, Buffer, Layout, ParamSpec
 from shardglass.options import DTYPE_BYTES
 
 ALIGN_BYTES = 16
-"""Start of every parameter and of every shard: what vector loads and NCCL like, and what one cache line divides by."""
+"""Start of every parameter: what vector loads and NCCL like."""
 
 
 def units_layout(params: Sequence[ParamSpec], world_size: int) -> Layout:
@@ -19,8 +19,13 @@ def units_layout(params: Sequence[ParamSpec], world_size: int) -> Layout:
 
     One buffer per (unit, dtype, trainable): trainable buffers before frozen ones, dtypes in order of first
     appearance. In a buffer the parameters of one optimizer group lie together, groups ascending, each in model
-    order. Each start is aligned to 16 bytes. The end is padded so that ``world_size`` equal shards come out, each
-    starting at a multiple of 16 bytes.
+    order. Each start is aligned to 16 bytes, the start of a group and of a shard to ``RUN_ALIGN`` elements. The end is
+    padded so that ``world_size`` equal shards come out.
+
+    [Note: whole vectors] A fused optimizer kernel rounds the last elements of a tensor, which do not fill a vector
+    register, differently from the others. What the optimizer is given starts and ends at multiples of ``RUN_ALIGN``
+    elements (the end lies in padding), so no element is ever among the last ones, wherever the shards are cut: stages
+    and world sizes agree bit for bit.
 
     Args:
         params: In model order; units in forward order of their first appearance.
@@ -47,9 +52,11 @@ def _fill(members: tuple[ParamSpec, ...], world_size: int) -> Buffer:
     """Lay parameters of one kind behind each other and cut the run in equal shards."""
     first = members[0]
     align = max(1, ALIGN_BYTES // DTYPE_BYTES[first.dtype])
-    offsets, end = [], 0
+    offsets: list[int] = []
+    end = 0
     for p in members:
-        start = _round_up(end, align)
+        is_first = bool(offsets) and p.group != members[len(offsets) - 1].group
+        start = _round_up(end, RUN_ALIGN if is_first else align)
         offsets.append(start)
         end = start + p.numel
     return Buffer(
@@ -58,7 +65,7 @@ def _fill(members: tuple[ParamSpec, ...], world_size: int) -> Buffer:
         trainable=first.trainable,
         params=members,
         offsets=tuple(offsets),
-        shard_numel=_round_up(end, align * world_size) // world_size,
+        shard_numel=_round_up(end, RUN_ALIGN * world_size) // world_size,
         world_size=world_size,
     )
 

@@ -21,6 +21,10 @@ from shardglass.options import DTYPE_BYTES
 
 LAYOUT_VERSION = 1
 
+RUN_ALIGN = 32
+"""Elements to which the run of an optimizer group and a shard are aligned: two 512-bit registers of fp32, 64 bytes of
+bfloat16; see [Note: whole vectors] in ``schemes``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:

@@ -16,14 +16,8 @@ from itertools import groupby
 
 from shardglass.errors import InvariantError
 from shardglass.layout import Buffer, GroupRun, Layout, group_runs
-from shardglass.options import DTYPE_BYTES, EngineOptions
+from shardglass.options import DTYPE_BYTES, REDUCTIONS_IN_FLIGHT, SUM_CHUNK, EngineOptions
 from shardglass.plan.kinds import PLAIN_STEP, SCALAR_BYTES, OptimizerKind, StepShape
-
-REDUCTIONS_IN_FLIGHT = 1
-"""``engine.grads.MAX_IN_FLIGHT``; the engine loads torch and cannot be read from here, so a test holds them equal."""
-
-SCRATCH_ELEMENTS = 1 << 18
-"""``engine.sums.CHUNK``; held equal by the same test."""
 
 
 def planned_bytes(
@@ -229,21 +223,18 @@ def _receive_bytes(layout: Layout, options: EngineOptions, shape: StepShape) -> 
 
 
 def _scratch_bytes(layout: Layout, options: EngineOptions, shape: StepShape) -> int:
-    """Two pieces per accumulation dtype, as long as the longest sum in it asked for.
+    """Two pieces of ``SUM_CHUNK`` elements per accumulation dtype in which something is summed in pieces; none on CUDA.
 
-    Summing shards asks if there are several ranks, or if it adds to a mean that is there (one rank's first mean is
-    copied): pieces of at most ``SCRATCH_ELEMENTS`` on the CPU, and the whole sum on CUDA. Adding a gradient of
-    another dtype to a local sum asks for full pieces on the CPU and for none on CUDA.
+    Shards are summed in pieces if there are several ranks, or if they are added to a mean that is there (one rank's
+    first mean is copied); so are gradients of another dtype that are added to a local sum.
     """
-    longest: Counter[str] = Counter()
-    direct = shape.backend == "gloo"
+    if shape.backend != "gloo":
+        return 0
+    used = set()
     for buffer in layout.buffers:
         if not buffer.trainable or not buffer.real_numel:
             continue
         accum = accum_dtype(buffer.dtype, options)
-        if layout.world_size > 1 or shape.adds_to_shard:
-            summed = min(SCRATCH_ELEMENTS, buffer.shard_numel) if direct else _state_numel(buffer, options)
-            longest[accum] = max(longest[accum], summed)
-        if shape.uses_local and direct and accum != buffer.dtype:
-            longest[accum] = SCRATCH_ELEMENTS
-    return sum(2 * count * DTYPE_BYTES[accum] for accum, count in longest.items())
+        if layout.world_size > 1 or shape.adds_to_shard or (shape.uses_local and accum != buffer.dtype):
+            used.add(accum)
+    return sum(2 * SUM_CHUNK * DTYPE_BYTES[accum] for accum in used)
