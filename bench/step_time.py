@@ -46,7 +46,7 @@ def ours(folder: str, stage: int, dtype: str) -> Step:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
@@ -63,7 +63,7 @@ def plain(folder: str, dtype: str, *, ddp: bool) -> Step:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 

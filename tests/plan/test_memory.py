@@ -14,7 +14,7 @@ from ranks import run_ranks
 from shardglass.engine.handle import shard
 from shardglass.errors import InvariantError
 from shardglass.layout import ParamSpec, units_layout
-from shardglass.options import EngineOptions
+from shardglass.options import SUM_CHUNK, EngineOptions
 from shardglass.plan import OptimizerKind, StepShape, heaviest_rank, memory, planned_bytes, unknown_state
 from shardglass.plan.kinds import STATES
 
@@ -177,9 +177,11 @@ def test_planning_loads_neither_torch_nor_numpy():
 
 
 def two_blocks(world_size, dtype="bfloat16"):
-    """Blocks of 20 and 6 elements, each in a group of its own, behind an embedding of 9."""
-    rows = [("embed", 9, 0, "root:0")]
-    rows += [(f"blocks.{b}.{name}", n, g, f"blocks.{b}") for b in (0, 1) for name, n, g in (("w", 20, 0), ("b", 6, 1))]
+    """Blocks of 100 and 40 elements, each in a group of its own, behind an embedding of 20."""
+    rows = [("embed", 20, 0, "root:0")]
+    rows += [
+        (f"blocks.{b}.{name}", n, g, f"blocks.{b}") for b in (0, 1) for name, n, g in (("w", 100, 0), ("b", 40, 1))
+    ]
     specs = [
         ParamSpec(name=name, shape=(numel,), dtype=dtype, trainable=True, group=group, unit=unit)
         for name, numel, group, unit in rows
@@ -188,19 +190,20 @@ def two_blocks(world_size, dtype="bfloat16"):
 
 
 def test_the_formulas_by_hand_at_stage_2_on_two_ranks():
-    # Aligned to 8 bf16 elements: a block is w at 0, b at 24, end 30, cut in two shards of 16; embed is two shards of 8.
+    # Groups and shards start at multiples of 32: a block is w at 0, b at 128, end 168, cut in two shards of 96; embed
+    # is two shards of 32.
     layout = two_blocks(2)
     plan = [planned_bytes(layout, EngineOptions(stage=2), rank, optimizer=ADAMW) for rank in (0, 1)]
-    assert plan[0]["parameters"] == plan[1]["parameters"] == (32 + 32 + 16) * 2
-    assert plan[0]["master weights"] == (16 + 16 + 8) * 4
+    assert plan[0]["parameters"] == plan[1]["parameters"] == (192 + 192 + 64) * 2
+    assert plan[0]["master weights"] == (96 + 96 + 32) * 4
     # Two flats for the form of the blocks, one for embed, and a mean per shard.
-    assert plan[0]["gradients"] == (2 * 32 + 16) * 2 + (16 + 16 + 8) * 4
-    # Rank 0: 16 of w in each block and 8 of embed. Rank 1: 4 of w, 6 of b, and 1 of embed.
-    assert plan[0]["optimizer exp_avg"] == plan[0]["optimizer exp_avg_sq"] == (16 + 16 + 8) * 4
-    assert plan[1]["optimizer exp_avg"] == (4 + 6 + 4 + 6 + 1) * 4
-    assert (plan[0]["optimizer step"], plan[1]["optimizer step"]) == (3 * 4, 5 * 4)
-    # Shards of 16 and of 8 arrive in one buffer each; two pieces of scratch as long as the longest shard.
-    assert plan[0]["communication"] == (16 + 8) * 2 + 2 * 16 * 4
+    assert plan[0]["gradients"] == (2 * 192 + 64) * 2 + (96 + 96 + 32) * 4
+    # Rank 0: 96 of w in each block and embed, padded to 32. Rank 1: 4 of w, padded to 32, and b, padded to 64.
+    assert plan[0]["optimizer exp_avg"] == plan[0]["optimizer exp_avg_sq"] == (96 + 96 + 32) * 4
+    assert plan[1]["optimizer exp_avg"] == (32 + 64 + 32 + 64) * 4
+    assert (plan[0]["optimizer step"], plan[1]["optimizer step"]) == (3 * 4, 4 * 4)
+    # Shards of 96 and of 32 arrive in one buffer each; two pieces of scratch.
+    assert plan[0]["communication"] == (96 + 32) * 2 + 2 * SUM_CHUNK * 4
 
 
 def test_what_each_stage_cuts():
@@ -208,30 +211,29 @@ def test_what_each_stage_cuts():
     whole, cut = (planned_bytes(layout, EngineOptions(stage=s), 0, optimizer=ADAMW) for s in (0, 2))
     assert whole["parameters"] == cut["parameters"]
     assert whole["master weights"] == 4 * cut["master weights"]
-    assert whole["optimizer exp_avg"] == (20 + 6 + 20 + 6 + 9) * 4  # padding between groups belongs to none
+    assert whole["optimizer exp_avg"] == (128 + 64 + 128 + 64 + 32) * 4  # each run padded to 32
     assert planned_bytes(layout, EngineOptions(stage=1), 0, optimizer=ADAMW) == cut
 
 
 def test_a_local_sum_costs_a_whole_gradient_in_the_accumulation_dtype_and_saves_flats():
     layout, options = two_blocks(2), EngineOptions(stage=1)
     shape = StepShape(micro_batches=(4,), accumulates_locally=True)
-    means = (16 + 16 + 8) * 4
+    means = (96 + 96 + 32) * 4
     direct = planned_bytes(layout, options, 0, optimizer=ADAMW)["gradients"]
     local = planned_bytes(layout, options, 0, optimizer=ADAMW, shape=shape)["gradients"]
-    assert direct == means + (2 * 32 + 16) * 2
-    assert local == means + (32 + 32 + 16) * 4 + (32 + 16) * 2
+    assert direct == means + (2 * 192 + 64) * 2
+    assert local == means + (192 + 192 + 64) * 4 + (192 + 64) * 2
     fp32 = two_blocks(2, "float32")  # the sum has the dtype that travels: no flat at all
     numel = sum(b.numel for b in fp32.buffers)
     assert planned_bytes(fp32, options, 0, optimizer=ADAMW, shape=shape)["gradients"] == numel * 4 + numel * 4 // 2
 
 
-def test_nccl_keeps_no_receive_buffers_and_sums_whole_shards():
+def test_nccl_keeps_neither_receive_buffers_nor_scratch():
     layout = two_blocks(2)
     nccl = StepShape(backend="nccl")
     sharded = planned_bytes(layout, EngineOptions(stage=2), 0, optimizer=ADAMW, shape=nccl)
     whole = planned_bytes(layout, EngineOptions(stage=0), 0, optimizer=ADAMW, shape=nccl)
-    assert sharded["communication"] == 2 * 16 * 4
-    assert whole["communication"] == 2 * 32 * 4
+    assert sharded["communication"] == whole["communication"] == 0
 
 
 def test_frozen_parameters_cost_themselves_alone():
@@ -241,8 +243,8 @@ def test_frozen_parameters_cost_themselves_alone():
     ]
     both = planned_bytes(units_layout(specs, 1), EngineOptions(), 0, optimizer=ADAMW)
     one = planned_bytes(units_layout(specs[:1], 1), EngineOptions(), 0, optimizer=ADAMW)
-    assert both.pop("parameters") == 32
-    assert one.pop("parameters") == 16
+    assert both.pop("parameters") == (32 + 32) * 2
+    assert one.pop("parameters") == 32 * 2
     assert both == one
 
 
@@ -263,8 +265,8 @@ def test_an_unknown_optimizer_is_named_and_its_states_are_left_out():
 def test_options_of_a_group_add_states_to_that_group_alone():
     kind = OptimizerKind(name="AdamW", groups=({"amsgrad": True}, {}))
     plan = planned_bytes(two_blocks(1), EngineOptions(), 0, optimizer=kind)
-    assert plan["optimizer exp_avg"] == (20 + 6 + 20 + 6 + 9) * 4
-    assert plan["optimizer max_exp_avg_sq"] == (20 + 20 + 9) * 4
+    assert plan["optimizer exp_avg"] == (128 + 64 + 128 + 64 + 32) * 4
+    assert plan["optimizer max_exp_avg_sq"] == (128 + 128 + 32) * 4
 
 
 def test_impossible_questions_are_refused():

@@ -113,7 +113,7 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
         dtype=model_args.dtype,
         **where,
     )
-    prepare_for_training(model, tokenizer, recomputes=bool(training.activation_checkpointing))
+    prepare_for_training(model, tokenizer, recomputes=_recomputes(training))
     return ZeroTrainer(
         model=model,
         args=training,
@@ -122,6 +122,12 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
         data_collator=build_collator(tokenizer, options),
         processing_class=tokenizer,
     )
+
+
+def _recomputes(training: Any) -> bool:
+    """Whether activations are recomputed in backward; the argument's name depends on the release of transformers."""
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    return any(bool(getattr(training, name, False)) for name in names)
 
 
 def _set_up_logging(*, is_main: bool) -> None:
