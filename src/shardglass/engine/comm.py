@@ -9,7 +9,7 @@ order hooks fire.
 
 [Note: forms] On NCCL the single-tensor collectives. On gloo a direct exchange: every rank sends each peer its shard
 of the buffer and receives its own shard from each peer: (n - 1) / n of the buffer each way, as a ring, in one hop,
-and faster than gloo's own reduce_scatter by a factor of about three (bench/). The parts are added in rank order in
+without the intermediate sums of gloo's own reduce_scatter. The parts are added in rank order in
 the accumulation dtype, so the sum does not depend on timing, and bfloat16 gradients lose nothing between ranks.
 """
 
