@@ -30,7 +30,7 @@ from shardglass.errors import CollectiveError, ShardglassError, UsageError
 
 log = logging.getLogger(__name__)
 
-REDUCE, GATHER = 0, 1
+REDUCE, GATHER, GATHER_GRADS = range(3)
 MESSAGE_BYTES = 16 << 20
 """Largest point-to-point message: gloo overlaps the messages of one exchange."""
 
@@ -179,13 +179,13 @@ class Comm:
         """
         if self.direct:
             first = self.reduce_shard(buffer, what, flat, into)
-            return Chained(first, lambda: self.gather(buffer, what, whole, dtype_tag=1))
+            return Chained(first, lambda: self.gather(buffer, what, whole, kind=GATHER_GRADS))
         record = self.begin("all-reduce", what)
         with self.guard(record, ends=False):
             work = dist.all_reduce(flat, group=self.data, async_op=True)
         return Pending(self, record, [work], lambda: sum_parts([flat], into, self.scratch))
 
-    def gather(self, buffer: int, what: str, whole: Tensor, *, dtype_tag: int = 0) -> Pending:
+    def gather(self, buffer: int, what: str, whole: Tensor, *, kind: int = GATHER) -> Pending:
         """Fill ``whole`` [numel] from every rank's shard of it, in place."""
         record = self.begin("all-gather", what)
         shard = whole.numel() // self.world_size
@@ -195,7 +195,7 @@ class Comm:
                 work = dist.all_gather_single(whole, own, group=self.data, async_op=True)
                 return Pending(self, record, [work], None)
             works = []
-            tag = self._tag(GATHER + dtype_tag, buffer)
+            tag = self._tag(kind, buffer)
             for _, peer, source in self._peers():
                 works += self._post(own, peer, tag, send=True)
                 works += self._post(whole[source * shard : (source + 1) * shard], source, tag, send=False)
