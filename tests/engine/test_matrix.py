@@ -55,7 +55,8 @@ def optimizer_of(case, groups):
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.1)
     fused = case.optimizer == "adamw fused"
     # eps is above the rounding noise of gradients that are zero in exact arithmetic (key biases under a softmax).
-    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, eps=1e-6, fused=fused, foreach=False)
+    eps = 1e-6 if case.dtype == "float32" else 1e-3
+    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, eps=eps, fused=fused, foreach=False)
 
 
 def loss_of(case, step, micro, rank):
