@@ -133,7 +133,7 @@ SYNTAX = [
     ("[\n 1,\n]", "line ", "trailing comma"),
     ("[\n // note\n 1]", "line 2, column 2", "JSON has no comments"),
     ("[{'id': 1}]", "line 1, column 3", "single quotes"),
-    ('[{"id": None}]', "line 1, column 9", "this is Python"),
+    ('[{"id": None}]', "line 1, column 9", "None is Python"),
     (f"[{RECORD}}},\n{RECORD}", "line 2, column 48", "the file ends inside"),
     ('[{"id": "cut', "line 1, column 9", "not closed (was the file cut off?)"),
     ('[{"id": "a "quoted" word"}]', "line 1, column 13", "a comma is missing"),

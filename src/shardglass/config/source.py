@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardglass.errors import ConfigError
+from shardglass.json_text import likely_cause, read_text
 
 Json = dict[str, object]
 
@@ -30,7 +31,8 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Json, 
         return parse(source, "the DeepSpeed config"), "the DeepSpeed config"
     if not isinstance(source, str | PathLike):
         raise ConfigError(f"a DeepSpeed config is a path or a mapping, not {type(source).__name__}")
-    return parse(_text(Path(source)), str(source)), str(source)
+    missing = f"; the path counts from {Path.cwd()}"
+    return parse(read_text(Path(source), ConfigError, missing=missing), str(source)), str(source)
 
 
 def parse(text: str, name: str) -> Json:
@@ -125,53 +127,22 @@ def _plain(source: Mapping[Any, object], path: str, faults: list[str]) -> Json:
     return plain
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; the path counts from {Path.cwd()}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: this is a folder; give the JSON file in it") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-
-
 def _syntax_fault(text: str, name: str, error: json.JSONDecodeError) -> str:
     line = text.splitlines()[error.lineno - 1] if text.splitlines()[error.lineno - 1 :] else ""
     shown = line[max(0, error.colno - 61) : error.colno + 39]
     caret = " " * min(error.colno - 1, 60) + "^"
-    return f"{name}: line {error.lineno}, column {error.colno}: {_cause(text, error)}\n  {shown}\n  {caret}"
+    cause = likely_cause(text, error, by_text=_BY_TEXT, by_message=_BY_MESSAGE)
+    return f"{name}: line {error.lineno}, column {error.colno}: {cause}\n  {shown}\n  {caret}"
 
 
-_TRAILING = "a comma before the closing bracket (trailing comma); remove it"
-
-_CAUSES_BY_TEXT = (
-    (r",\0(?:[}\]]|$)", _TRAILING),
-    (r"\0,\s*(?:[}\]]|$)", _TRAILING),
+_BY_TEXT = (
     (r"\0(?://|#|/\*)", "JSON has no comments; remove it, or use a key that begins with an underscore"),
-    (r"\0'", "single quotes; JSON strings and keys take double quotes"),
-    (r"\0True", "True is Python; JSON writes true"),
-    (r"\0False", "False is Python; JSON writes false"),
-    (r"\0None", "None is Python; JSON writes null"),
-    (r"^\0$", "the file is empty"),
     (r"\0$", "the file ends inside an object or a list; a closing bracket is missing"),
 )
-"""Likely causes, by the text around the fault; \\0 stands where the parser stopped."""
-
-_CAUSES_BY_MESSAGE = (
+_BY_MESSAGE = (
     ("Expecting ',' delimiter", "a comma is missing before this, or a bracket was not closed"),
     ("Expecting property name", "a key in double quotes is expected here"),
     ("Unterminated string", "a string is not closed; add the quotation mark"),
     ("Invalid control character", "a string is not closed on its line; add the quotation mark"),
     ("Extra data", "the object ended before this; remove what follows, or a bracket too many"),
 )
-
-
-def _cause(text: str, error: json.JSONDecodeError) -> str:
-    """Name the likely cause of a syntax fault."""
-    around = text[: error.pos].rstrip()[-1:] + "\0" + text[error.pos :].lstrip()[:80]
-    by_text = (say for pattern, say in _CAUSES_BY_TEXT if re.search(pattern, around))
-    by_message = (say for start, say in _CAUSES_BY_MESSAGE if error.msg.startswith(start))
-    return next(by_text, None) or next(by_message, None) or error.msg[:1].lower() + error.msg[1:]

@@ -5,11 +5,11 @@ likely cause. Leaves what a record must hold to ``records``.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardglass.errors import DataError, nearest
+from shardglass.json_text import likely_cause, read_text
 
 _LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
 
@@ -23,22 +23,13 @@ class RawRecord:
     fault: str | None = None
 
 
-def read_text(path: Path) -> str:
+def read_records_text(path: Path) -> str:
     """Return the text of the file.
 
     Raises:
         DataError: It cannot be read; a missing one names the nearest file beside it.
     """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file{_neighbour(path)}") from None
-    except IsADirectoryError:
-        raise DataError(f"{path}: this is a folder; give the JSON file in it") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason}); save it as UTF-8") from None
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise DataError(f"{path}: cannot be read: {error}") from None
+    return read_text(path, DataError, missing="" if path.exists() else _neighbour(path))
 
 
 def _neighbour(path: Path) -> str:
@@ -126,17 +117,11 @@ def _place(index: int, line: int | None, record: object) -> str:
     return f"record {index}" + (f" ({', '.join(parts)})" if parts else "")
 
 
-_TRAILING = "a comma before the closing bracket (trailing comma); remove it"
-_CAUSES_BY_TEXT = (
-    (r",\0[}\]]", _TRAILING),
-    (r"\0,\s*[}\]]", _TRAILING),
+_BY_TEXT = (
     (r"\0(?://|#|/\*)", "JSON has no comments; remove it"),
-    (r"\0'", "single quotes; JSON strings and keys take double quotes"),
-    (r"\0(?:True|False|None)", "this is Python; JSON writes true, false and null"),
     (r"\0$", "the file ends inside a record or a list (was it cut off?); a closing bracket is missing"),
 )
-"""Likely causes by the text around the fault; \\0 stands where the parser stopped."""
-_CAUSES_BY_MESSAGE = (
+_BY_MESSAGE = (
     (
         "Expecting ',' delimiter",
         'a comma is missing before this, or a quotation mark in a string is not written as \\"',
@@ -154,11 +139,7 @@ def _fault(text: str, error: ValueError | RecursionError, line: int | None) -> s
         return "nested too deeply to be conversations"
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
-    around = text[max(0, error.pos - 200) : error.pos].rstrip()[-1:] + "\0" + text[error.pos : error.pos + 200].lstrip()
-    by_text = (say for pattern, say in _CAUSES_BY_TEXT if re.search(pattern, around))
-    by_message = (say for start, say in _CAUSES_BY_MESSAGE if error.msg.startswith(start))
-    cause = next(by_message, None) if error.msg.startswith("Unterminated") else next(by_text, None)
-    cause = cause or next(by_message, None) or error.msg[:1].lower() + error.msg[1:]
+    cause = likely_cause(text, error, by_text=_BY_TEXT, by_message=_BY_MESSAGE)
     return f"line {line or error.lineno}, column {error.colno}: {cause}"
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardglass.errors import DataError, nearest, suggestion
-from shardglass.hf.record_file import kind_of, read_text, split_records
+from shardglass.hf.record_file import kind_of, read_records_text, split_records
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def load_conversations(
             records; these are all reported in one error.
     """
     name = str(path)
-    raws = split_records(read_text(Path(path)), name)
+    raws = split_records(read_records_text(Path(path)), name)
     if not raws:
         raise DataError(f"{name}: the file holds no record; give it at least one conversation")
     records: list[Conversation] = []
