@@ -8,8 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardglass.checkpoint.load import load_checkpoint
+    from shardglass.checkpoint.save import save_checkpoint
     from shardglass.engine.handle import Handle, shard
     from shardglass.errors import (
+        CheckpointError,
         CollectiveError,
         ConfigError,
         DataError,
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "CollectiveError",
     "ConfigError",
     "DataError",
@@ -42,6 +46,8 @@ __all__ = [
     "ZeroTrainer",
     "ZeroTrainingArguments",
     "__version__",
+    "load_checkpoint",
+    "save_checkpoint",
     "shard",
 ]
 
@@ -51,6 +57,8 @@ _HOMES = {
     "ZeroMixin": "shardglass.hf.trainer",
     "ZeroTrainer": "shardglass.hf.trainer",
     "ZeroTrainingArguments": "shardglass.hf.arguments",
+    "load_checkpoint": "shardglass.checkpoint.load",
+    "save_checkpoint": "shardglass.checkpoint.save",
     "shard": "shardglass.engine.handle",
 }
 """Module of each public name that is not an error."""

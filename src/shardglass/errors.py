@@ -6,7 +6,8 @@ tensor) and what to do; the code that raises supplies the three parts.
     ShardglassError
     ├── ConfigError           a DeepSpeed JSON or a flag that cannot be honoured
     ├── DataError             a data file that cannot be read as conversations
-    ├── ModelError            a model or a checkpoint that cannot be loaded or cut in units
+    ├── ModelError            a model that cannot be loaded or cut in units
+    ├── CheckpointError       a checkpoint that cannot be written, is incomplete, or does not fit the run
     ├── OptimizerError        an optimizer that cannot be sharded, or does not fit the model
     ├── UsageError            a call that is not legal in the present state
     ├── NonFiniteError        too many steps in a row with inf or nan gradients
@@ -35,6 +36,10 @@ class DataError(ShardglassError):
 
 class ModelError(ShardglassError):
     """A model cannot be loaded, or cannot be cut in units."""
+
+
+class CheckpointError(ShardglassError):
+    """A checkpoint cannot be written or read, is incomplete, or does not fit the run."""
 
 
 class OptimizerError(ShardglassError):

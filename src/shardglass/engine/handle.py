@@ -12,21 +12,23 @@ Owns the public face of the engine. A plain loop stays as it was:
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardglass.engine.alike import check_alike, device_of
 from shardglass.engine.buffers import ParamBuffer, make_buffers, torch_dtype
 from shardglass.engine.comm import Comm
 from shardglass.engine.grads import Gradients
 from shardglass.engine.optim import OptimizerShards, check_optimizer
 from shardglass.engine.runtime import Runtime
+from shardglass.engine.state import Piece, StateKind, TrainingState
 from shardglass.engine.units import build_units, param_specs
-from shardglass.errors import CollectiveError, ModelError, UsageError
-from shardglass.layout import Layout, Slice, units_layout
+from shardglass.errors import UsageError
+from shardglass.layout import Layout, units_layout
 from shardglass.options import EngineOptions
 
 
@@ -67,13 +69,13 @@ def shard(
     options = options if options is not None else EngineOptions()
     options = options if stage is None else replace(options, stage=stage)
     check_optimizer(optimizer, options)
-    device = _device_of(model)
+    device = device_of(model)
     cut = build_units(model, units)
     dtype = torch_dtype(options.param_dtype) if options.param_dtype is not None else None
     specs = param_specs(cut, optimizer, dtype)
     comm = Comm(device, options.collective_timeout_s, process_group)
     layout = units_layout(specs, comm.world_size)
-    _check_alike(comm, layout, options, optimizer)
+    check_alike(comm, layout, options, optimizer)
     params = {name: p for unit in cut for name, p in unit.params.items()}
     buffers = make_buffers(layout, params, comm, options.rules)
     for name, tensor in model.named_buffers():
@@ -81,7 +83,9 @@ def shard(
     grads = Gradients(buffers, comm, options)
     shards = OptimizerShards(optimizer, layout, buffers, comm, options)
     runtime = Runtime(model, cut, buffers, grads, shards, comm)
-    return Handle(model=model, options=options, layout=layout, parts=_Parts(comm, buffers, grads, shards, runtime))
+    state = TrainingState(layout, buffers, grads, shards, comm, options)
+    parts = _Parts(comm, buffers, grads, shards, runtime, state)
+    return Handle(model=model, options=options, layout=layout, parts=parts)
 
 
 class _Parts:
@@ -94,8 +98,10 @@ class _Parts:
         grads: Gradients,
         shards: OptimizerShards,
         runtime: Runtime,
+        state: TrainingState,
     ) -> None:
         self.comm, self.buffers, self.grads, self.shards, self.runtime = comm, buffers, grads, shards, runtime
+        self.state = state
 
 
 class Handle:
@@ -220,55 +226,78 @@ class Handle:
         buffer = self._parts.buffers[b]
         result = {"param": buffer.params[k].detach().clone()}
         if buffer.layout.trainable:
-            result |= self._gather_state(name, buffer)
+            result |= self._parts.state.whole(name)
         return result
 
-    def _gather_state(self, name: str, buffer: ParamBuffer) -> dict[str, Tensor]:
-        """Whole tensors of a trainable parameter's state, put together from their owners."""
-        comm, spec = self._parts.comm, buffer.layout.params[self.layout.find(name)[1]]
-        mine = self._own_pieces(name)
-        offered = comm.exchange(
-            f"state of {name}",
-            [(key, piece.start, piece.length, value.dtype, value.dim() == 0) for key, piece, value in mine],
-        )
-        values = {(key, piece.start): value for key, piece, value in mine}
-        whole: dict[str, Tensor] = {}
-        owners = offered if self.options.rules.shards_state else offered[:1]
-        for owner, pieces in enumerate(owners):
-            for key, start, length, dtype, is_scalar in pieces:
-                part = values.get((key, start)) if owner == comm.rank or len(owners) == 1 else None
-                if part is None:
-                    part = torch.empty(() if is_scalar else (length,), dtype=dtype, device=comm.device)
-                # Scalars may live on the host (torch keeps "step" there), the group carries the model's device.
-                part = part.detach().to(comm.device).contiguous().clone()
-                if len(owners) > 1:
-                    comm.broadcast(f"{key} of {name}", part, source=owner)
-                if is_scalar:
-                    whole[key] = part.cpu()
-                else:
-                    flat = whole.setdefault(key, torch.zeros(spec.numel, dtype=dtype, device=comm.device))
-                    flat[start : start + length] = part
-        return {key: v if v.dim() == 0 else v.view(spec.shape) for key, v in whole.items()}
+    # ---- for checkpoints ----
 
-    def _own_pieces(self, name: str) -> list[tuple[str, Slice, Tensor]]:
-        """(key, slice, flat piece or scalar) of everything this rank holds of a parameter."""
-        found: list[tuple[str, Slice, Tensor]] = []
-        shards = self._parts.shards
-        totals = {bucket.buffer.index: bucket for bucket in self._parts.grads.buckets}
-        for owned in shards.runs:
-            for piece in owned.run.slices:
-                if piece.name != name:
-                    continue
-                at = piece.offset - owned.run.start
-                where = slice(at, at + piece.length)
-                found.append(("master", piece, owned.param.detach()[where]))
-                bucket = totals[owned.run.buffer]
-                if bucket.total_full and bucket.total is not None:
-                    found.append(("grad", piece, bucket.total[owned.where][where]))
-                for key, value in shards.optimizer.state.get(owned.param, {}).items():
-                    if isinstance(value, Tensor):
-                        found.append((key, piece, value if value.dim() == 0 else value.view(-1)[where]))
-        return found
+    def pieces_to_save(self) -> list[Piece]:
+        """This rank's part of the training state; over all ranks each element occurs once. A local call.
+
+        Raises:
+            UsageError: Gradients are accumulated: they are in no checkpoint.
+        """
+        self._check_open()
+        self._parts.runtime.end_backward()
+        self._parts.runtime.take_note_of_clear()
+        if any(bucket.total_full or bucket.has_local for bucket in self._parts.grads.buckets):
+            raise UsageError(
+                "gradients are accumulated, and a checkpoint does not keep them: save after optimizer.step(), or call "
+                "handle.zero_grad() first"
+            )
+        self._parts.runtime.wait_params()
+        return self._parts.state.to_save()
+
+    def pieces_to_load(self, states: Mapping[str, Mapping[str, StateKind]] | None) -> list[Piece]:
+        """Drop gradients and optimizer state, and return the pieces to fill; then call ``adopt_pieces``.
+
+        Args:
+            states: By trainable parameter, the optimizer states that are stored of it; None leaves the present ones.
+        """
+        self._check_open()
+        self._parts.runtime.clear()
+        self._parts.runtime.wait_params()
+        return self._parts.state.to_load(states)
+
+    def adopt_pieces(self) -> None:
+        """Train on from the pieces that were filled; collective.
+
+        Raises:
+            OptimizerError: Parameters that are updated together were stepped a different number of times.
+        """
+        self._parts.state.adopt()
+        self._parts.runtime.spread()
+        self._parts.runtime.wait_params()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Steps so far, and how many were skipped in all and last in a row."""
+        return {"step": self._parts.grads.step, **self._parts.shards.skipped_counts}
+
+    @counters.setter
+    def counters(self, values: Mapping[str, int]) -> None:
+        self._parts.grads.step = values["step"]
+        self._parts.shards.skipped_counts = values
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was sharded."""
+        return self._parts.shards.optimizer
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was sharded."""
+        return self._model
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """The engine's gloo group of its ranks, for what is agreed on the host."""
+        group: dist.ProcessGroup = self._parts.comm.control
+        return group
+
+    def agree(self, what: str, value: Any) -> list[Any]:
+        """Every rank's small picklable value, by rank; collective."""
+        return self._parts.comm.exchange(what, value)
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank's tensors of the engine take, by category; each storage counts once.
@@ -329,68 +358,3 @@ def _bytes_of(tensors: Sequence[Tensor], seen: set[int]) -> int:
             seen.add(storage.data_ptr())
             total += storage.nbytes()
     return total
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """The one device of a model's parameters.
-
-    Raises:
-        ModelError: There are none, or several devices, or parameters without memory.
-    """
-    devices: dict[torch.device, str] = {}
-    for name, param in model.named_parameters():
-        devices.setdefault(param.device, name)
-    if not devices:
-        raise ModelError("the model has no parameters; there is nothing to shard")
-    if len(devices) > 1:
-        listed = ", ".join(f"{device} (first: {name})" for device, name in devices.items())
-        raise ModelError(f"the model's parameters are on several devices: {listed}; move the model to one")
-    device, name = next(iter(devices.items()))
-    if device.type == "meta":
-        raise ModelError(f"{name} is on the meta device and has no values; load the weights before shard()")
-    return device
-
-
-def _check_alike(comm: Comm, layout: Layout, options: EngineOptions, optimizer: torch.optim.Optimizer) -> None:
-    """Compare model, options and optimizer over ranks before the first tensor moves; collective.
-
-    Raises:
-        CollectiveError: Names the first rank that differs from rank 0, and in what.
-    """
-    groups = [{k: repr(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    mine: dict[str, Any] = {
-        "layout": layout.fingerprint,
-        "optimizer": type(optimizer).__name__,
-        "param_groups": groups,
-        **asdict(options),
-    }
-    everyone: list[Mapping[str, Any]] = comm.exchange("layout and options", mine)
-    for rank, theirs in enumerate(everyone):
-        key = next((k for k in mine if theirs.get(k) != everyone[0].get(k)), None)
-        if key == "layout":
-            texts = comm.exchange("layouts", layout.to_json())
-            raise CollectiveError(
-                f"rank {rank} has another model than rank 0: {_first_difference(texts[0], texts[rank])}; load the same "
-                "model, with the same frozen parameters and groups, on every rank"
-            )
-        if key is not None:
-            raise CollectiveError(
-                f"rank {rank} has {key} = {theirs.get(key)!r}, rank 0 has {everyone[0].get(key)!r}; start every rank "
-                "with the same options"
-            )
-
-
-def _first_difference(left: str, right: str) -> str:
-    """The first parameter in which two layouts differ."""
-    a, b = Layout.from_json(left), Layout.from_json(right)
-    for name in dict.fromkeys((*a.names, *b.names)):
-        places = []
-        for layout in (a, b):
-            if name not in layout.names:
-                places.append("absent")
-                continue
-            buffer, k = layout.find(name)
-            places.append(repr(layout.buffers[buffer].params[k]))
-        if places[0] != places[1]:
-            return f"{name} is {places[0]} on rank 0 and {places[1]} there"
-    return f"world size {a.world_size} on rank 0 and {b.world_size} there, or another order of parameters"

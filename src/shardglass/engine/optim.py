@@ -10,7 +10,7 @@ weight, gradient and state zero, and every element-wise update leaves zero there
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,6 +239,15 @@ class OptimizerShards:
             )
         if self._comm.rank == 0:
             log.warning("%s", message)
+
+    @property
+    def skipped_counts(self) -> dict[str, int]:
+        """Skipped steps, in all and last in a row."""
+        return {"skipped": self.steps_skipped, "skipped_in_a_row": self._skipped_in_a_row}
+
+    @skipped_counts.setter
+    def skipped_counts(self, values: Mapping[str, int]) -> None:
+        self.steps_skipped, self._skipped_in_a_row = values["skipped"], values["skipped_in_a_row"]
 
     def restore_groups(self) -> None:
         """Give the optimizer the model's own parameters back; its sharded state is dropped."""

@@ -239,11 +239,11 @@ class Runtime:
         self._shards.hide()
         self._shards.forget_norm()
         if self._took_step:
-            self._spread()
+            self.spread()
         self._grads.next_step()
         self._comm.position = f"step {self._grads.step}, forward"
 
-    def _spread(self) -> None:
+    def spread(self) -> None:
         """Cast the updated master weights and start a gather per buffer, in forward order."""
         self._weights_age += 1
         for buffer in self._buffers:

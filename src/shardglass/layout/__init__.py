@@ -11,6 +11,7 @@ from shardglass.layout.query import (
     boundary_cuts,
     group_runs,
     locate,
+    slices_in,
     slices_of_rank,
 )
 from shardglass.layout.schemes import units_layout
@@ -27,6 +28,7 @@ __all__ = [
     "boundary_cuts",
     "group_runs",
     "locate",
+    "slices_in",
     "slices_of_rank",
     "units_layout",
 ]

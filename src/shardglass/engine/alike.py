@@ -1,0 +1,80 @@
+"""Checks before the first tensor moves: one device, and the same model, options and optimizer on every rank.
+
+Owns the messages that name the first difference.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardglass.engine.comm import Comm
+from shardglass.errors import CollectiveError, ModelError
+from shardglass.layout import Layout
+from shardglass.options import EngineOptions
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device of a model's parameters.
+
+    Raises:
+        ModelError: There are none, or several devices, or parameters without memory.
+    """
+    devices: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        devices.setdefault(param.device, name)
+    if not devices:
+        raise ModelError("the model has no parameters; there is nothing to shard")
+    if len(devices) > 1:
+        listed = ", ".join(f"{device} (first: {name})" for device, name in devices.items())
+        raise ModelError(f"the model's parameters are on several devices: {listed}; move the model to one")
+    device, name = next(iter(devices.items()))
+    if device.type == "meta":
+        raise ModelError(f"{name} is on the meta device and has no values; load the weights before shard()")
+    return device
+
+
+def check_alike(comm: Comm, layout: Layout, options: EngineOptions, optimizer: torch.optim.Optimizer) -> None:
+    """Compare model, options and optimizer over ranks before the first tensor moves; collective.
+
+    Raises:
+        CollectiveError: Names the first rank that differs from rank 0, and in what.
+    """
+    groups = [{k: repr(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    mine: dict[str, Any] = {
+        "layout": layout.fingerprint,
+        "optimizer": type(optimizer).__name__,
+        "param_groups": groups,
+        **asdict(options),
+    }
+    everyone: list[dict[str, Any]] = comm.exchange("layout and options", mine)
+    for rank, theirs in enumerate(everyone):
+        key = next((k for k in mine if theirs.get(k) != everyone[0].get(k)), None)
+        if key == "layout":
+            texts = comm.exchange("layouts", layout.to_json())
+            raise CollectiveError(
+                f"rank {rank} has another model than rank 0: {_first_difference(texts[0], texts[rank])}; load the same "
+                "model, with the same frozen parameters and groups, on every rank"
+            )
+        if key is not None:
+            raise CollectiveError(
+                f"rank {rank} has {key} = {theirs.get(key)!r}, rank 0 has {everyone[0].get(key)!r}; start every rank "
+                "with the same options"
+            )
+
+
+def _first_difference(left: str, right: str) -> str:
+    """The first parameter in which two layouts differ."""
+    a, b = Layout.from_json(left), Layout.from_json(right)
+    for name in dict.fromkeys((*a.names, *b.names)):
+        places = []
+        for layout in (a, b):
+            if name not in layout.names:
+                places.append("absent")
+                continue
+            buffer, k = layout.find(name)
+            places.append(repr(layout.buffers[buffer].params[k]))
+        if places[0] != places[1]:
+            return f"{name} is {places[0]} on rank 0 and {places[1]} there"
+    return f"world size {a.world_size} on rank 0 and {b.world_size} there, or another order of parameters"
