@@ -21,6 +21,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PUBLIC = [
+    "CheckpointError",
     "CollectiveError",
     "ConfigError",
     "DataError",
@@ -36,6 +37,8 @@ PUBLIC = [
     "ZeroTrainer",
     "ZeroTrainingArguments",
     "__version__",
+    "load_checkpoint",
+    "save_checkpoint",
     "shard",
 ]
 

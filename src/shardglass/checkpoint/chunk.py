@@ -23,9 +23,7 @@ class FlatChunk(torch.Tensor):
     @staticmethod
     def __new__(cls: type["FlatChunk"], local: Tensor, start: int, numel: int) -> "FlatChunk":
         """Wrap the elements [start, start + length) of a tensor of ``numel`` elements."""
-        made: FlatChunk = torch.Tensor._make_wrapper_subclass(
-            cls, (numel,), dtype=local.dtype, device=local.device
-        )
+        made: FlatChunk = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=local.dtype, device=local.device)
         made.local, made.start = local, start
         return made
 

@@ -8,7 +8,7 @@ planning and storage of tensors to torch.distributed.checkpoint.
 persistent buffer of a module. Weights in the model's dtype are not stored: they are the master weights, cast.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardglass.checkpoint.chunk import FlatChunk
-from shardglass.checkpoint.folder import abandon, begin, hidden, publish
+from shardglass.checkpoint.folder import SAVING, abandon, begin, hidden, publish
 from shardglass.checkpoint.manifest import (
     IMPLEMENTATION,
     LAYOUT,
@@ -59,8 +59,7 @@ def save_checkpoint(
         CheckpointError: Any rank could not write; says which and why. What was at ``folder`` is still there.
     """
     target = Path(folder)
-    temporary = hidden(target, "saving")
-    on_main = handle.rank == 0
+    temporary = hidden(target, SAVING)
     pieces = handle.pieces_to_save()
     kinds = _kinds(handle, pieces)
 
@@ -68,14 +67,43 @@ def save_checkpoint(
         (temporary / LAYOUT).write_text(handle.layout.to_json(), encoding="utf-8")
         manifest = _manifest_of(handle, kinds, extra or {}, temporary)
         (temporary / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-        publish(target)
 
+    parts: list[Callable[[], object]] = [
+        lambda: _write_tensors(handle, temporary / STATE, pieces, kinds),
+        lambda: write(temporary) if write is not None else None,
+        lambda: finish() if handle.rank == 0 else None,
+    ]
+    _in_folder(handle, target, parts)
+
+
+def save_files(handle: Handle, folder: str | Path, write: Callable[[Path], None]) -> None:
+    """Write a folder without the training state, complete or not at all; collective.
+
+    Args:
+        handle: Whose ranks take part.
+        folder: Where; one that is there already is replaced as a whole.
+        write: Called on every rank with the folder under its temporary name.
+
+    Raises:
+        CheckpointError: Any rank could not write; says which and why. What was at ``folder`` is still there.
+    """
+    target = Path(folder)
+    _in_folder(handle, target, [lambda: write(hidden(target, SAVING))])
+
+
+def _in_folder(handle: Handle, target: Path, parts: Sequence[Callable[[], object]]) -> None:
+    """Do the parts one after the other on all ranks, in a folder that gets its name when all are done; collective.
+
+    Raises:
+        CheckpointError: A part failed on some rank; what was at ``target`` is still there.
+    """
+    on_main = handle.rank == 0
     try:
         together(handle, target, "made", lambda: begin(target) if on_main else None)
-        together(handle, target, "made", lambda: _check_seen(temporary))
-        together(handle, target, "written", lambda: _write_tensors(handle, temporary / STATE, pieces, kinds))
-        together(handle, target, "written", lambda: write(temporary) if write is not None else None)
-        together(handle, target, "finished", lambda: finish() if on_main else None)
+        together(handle, target, "made", lambda: _check_seen(hidden(target, SAVING)))
+        for part in parts:
+            together(handle, target, "written", part)
+        together(handle, target, "finished", lambda: publish(target) if on_main else None)
     except CheckpointError:
         if on_main:
             abandon(target)

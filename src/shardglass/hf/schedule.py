@@ -3,6 +3,8 @@
 Owns one class over ``schedules.lr_at``. Leaves the formulas to ``schedules``.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,6 +18,10 @@ class ConfigSchedule(LRScheduler):
     def __init__(self, optimizer: torch.optim.Optimizer, spec: SchedulerSpec) -> None:
         self._spec = spec
         super().__init__(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is; the formula is the config's."""
+        return {key: value for key, value in super().state_dict().items() if key != "_spec"}
 
     def get_lr(self) -> list[float | Tensor]:
         """The rate of the present step, in fp64, for every group."""

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardglass.errors import ShardglassError
 from shardglass.hf.arguments import Command, parse_command
+from shardglass.hf.checkpoints import check_resume
 from shardglass.hf.data import ConversationDataset, DataOptions, build_collator, build_dataset, load_conversations
 from shardglass.hf.load import check_model_path, load_config_of, load_model, load_tokenizer, prepare_for_training
 from shardglass.hf.summary import SummaryCallback
@@ -61,11 +62,6 @@ def _run(argv: Sequence[str], defaults: Mapping[str, str], *, is_main: bool) -> 
 def _train(command: Command, trainer: ZeroTrainer, console: Console | None) -> None:
     """Train, save, show."""
     notes = [*command.notes, *trainer.resolved.notes]
-    if trainer.writes_checkpoints():
-        strategy = getattr(command.training.save_strategy, "value", command.training.save_strategy)
-        notes.append(
-            f"--save_strategy {strategy}: no checkpoints are written yet during a run; the final model is saved"
-        )
     if console is not None:
         for note in notes:
             console.print(f"note: {note}", highlight=False, markup=False)
@@ -106,6 +102,8 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
     eval_data: ConversationDataset | None = None
     if data_args.eval_data_path:
         eval_data = build_dataset(data_args.eval_data_path, tokenizer, options, is_main=is_main)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_resume(training.resume_from_checkpoint, Path(str(training.output_dir)), world_size)
     resolve_run(training)  # the Trainer does it again; here a wrong config is found before the weights are read
     model = load_model(
         model_args.model_name_or_path,

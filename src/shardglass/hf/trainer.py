@@ -1,8 +1,8 @@
 """The Trainer integration: a mixin over any ``transformers.Trainer``.
 
 Owns the places where a Trainer meets the engine: what is sharded when, which micro-batches communicate, the norm,
-skipped steps, saving. Leaves arguments to ``arguments``, the config's meaning to ``resolve``, training itself to
-the Trainer.
+skipped steps. Leaves checkpoints to ``checkpoints``, arguments to ``arguments``, the config's meaning to ``resolve``,
+training itself to the Trainer.
 
 [Note: what is overridden] Accelerate must neither wrap the model in DDP nor install autocast: the model is marked
 as prepared (the one attribute of ours on a user's object) and the Accelerator is made with mixed_precision "no",
@@ -12,12 +12,9 @@ since only parameters are cast. Everything else is a documented Trainer method.
 import logging
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +28,7 @@ from shardglass.config import DeepSpeedConfig, load_config
 from shardglass.engine.handle import Handle, shard
 from shardglass.errors import ConfigError, UsageError
 from shardglass.hf.arguments import ZeroTrainingArguments, check_plain_arguments
+from shardglass.hf.checkpoints import CheckpointMixin
 from shardglass.hf.schedule import ConfigSchedule
 from shardglass.options import EngineOptions
 from shardglass.resolve import Resolved, RunArguments, resolve
@@ -40,7 +38,7 @@ log = logging.getLogger(__name__)
 ZeroConfig = str | os.PathLike[str] | Mapping[str, Any]
 
 
-class ZeroMixin:
+class ZeroMixin(CheckpointMixin):
     """ZeRO over a ``transformers.Trainer`` or a subclass of it: ``class MyTrainer(ZeroMixin, SFTTrainer): ...``.
 
     Takes the Trainer's own arguments, and ``zero_config=``: a DeepSpeed JSON as path or dict, for argument classes
@@ -66,6 +64,7 @@ class ZeroMixin:
         if training_args is None:
             training_args = kwargs["args"] = ZeroTrainingArguments(output_dir="tmp_trainer")
         self.handle = None
+        self._mine = []
         self._zero_config = zero_config_of(training_args, zero_config)
         self._run_arguments = run_arguments(training_args)
         self.resolved = resolve_run(training_args, zero_config)
@@ -78,7 +77,7 @@ class ZeroMixin:
 
     def _check_supported(self) -> None:
         """Refuse, before any step, what would train something else than was asked for."""
-        args: Any = self.args  # type: ignore[attr-defined]
+        args: Any = self.args
         faults = []
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # type: ignore[attr-defined]
             other = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP"  # type: ignore[attr-defined]
@@ -87,8 +86,6 @@ class ZeroMixin:
             )
         if args.n_gpu > 1:
             faults.append(f"one process sees {args.n_gpu} GPUs: start with torchrun, one process per GPU")
-        if args.load_best_model_at_end:
-            faults.append("load_best_model_at_end needs checkpoints during the run, which are not supported yet")
         if self._zero_config is not None and self.resolved.optimizer and self.optimizer is not None:
             faults.append("an optimizer was passed and the config has an optimizer section: remove one of them")
         if faults:
@@ -111,7 +108,7 @@ class ZeroMixin:
         The ``optimizer`` section of a config puts all trainable parameters in one group; without it the Trainer
         makes a group with and one without weight decay.
         """
-        wanted: Any = self.model if model is None else model  # type: ignore[attr-defined]
+        wanted: Any = self.model if model is None else model
         if self.handle is not None and self._sharded_model is wanted:
             return self.optimizer
         if self.handle is not None:
@@ -131,7 +128,7 @@ class ZeroMixin:
 
     def engine_options(self) -> EngineOptions:
         """The engine's options of this run."""
-        args: Any = self.args  # type: ignore[attr-defined]
+        args: Any = self.args
         options = self.resolved.options
         given = {f.name: getattr(args, f.name) for f in fields(EngineOptions) if hasattr(args, f.name)}
         own = {k: v for k, v in given.items() if k in ("max_skipped_steps", "collective_timeout_s") and v is not None}
@@ -144,7 +141,7 @@ class ZeroMixin:
         self._run_arguments = replace(
             self._run_arguments, total_steps=num_training_steps, hidden_size=self._hidden_size()
         )
-        args: Any = self.args  # type: ignore[attr-defined]
+        args: Any = self.args
         self.resolved = resolve(
             self._zero_config,
             self._run_arguments,
@@ -160,7 +157,7 @@ class ZeroMixin:
 
     def _hidden_size(self) -> int:
         """Width of the model: its config's, else the most frequent last dimension of its matrices."""
-        model: Any = self.model  # type: ignore[attr-defined]
+        model: Any = self.model
         config = getattr(model, "config", None)
         for name in ("hidden_size", "n_embd", "d_model"):
             if isinstance(getattr(config, name, None), int):
@@ -192,7 +189,7 @@ class ZeroMixin:
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """The Trainer's ``grad_norm``: the global norm before clipping."""
-        return self._live_handle().clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[attr-defined]
+        return self._live_handle().clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> float:
         """The norm as a number; without clipping it is computed here."""
@@ -212,46 +209,6 @@ class ZeroMixin:
             if self.handle.steps_skipped:
                 logs["steps_skipped"] = self.handle.steps_skipped
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
-
-    # ---- files ----
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:  # noqa: FBT001
-        """Train; see ``transformers.Trainer.train``.
-
-        Raises:
-            ConfigError: A checkpoint to resume from is given.
-        """
-        if resume_from_checkpoint or self.args.resume_from_checkpoint:  # type: ignore[attr-defined]
-            raise ConfigError(
-                "resume_from_checkpoint: resuming is not supported yet; start from the model's folder, or remove "
-                "the flag"
-            )
-        return super().train(None, *args, **kwargs)  # type: ignore[misc]
-
-    def writes_checkpoints(self) -> bool:
-        """Whether the arguments ask for checkpoints during the run, which are not written yet."""
-        return str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) != "no"  # type: ignore[attr-defined]
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Checkpoints during the run are not written yet; the run said so before it started."""
-        log.info("step %d: no checkpoint is written", self.state.global_step)  # type: ignore[attr-defined]
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Save model and tokenizer; a failure leaves what the folder held: write beside, then move file by file."""
-        args: Any = self.args  # type: ignore[attr-defined]
-        if not args.should_save:
-            return
-        target = Path(output_dir if output_dir is not None else args.output_dir)
-        target.mkdir(parents=True, exist_ok=True)
-        if state_dict is None and self.handle is not None and self._sharded_model is self.model:  # type: ignore[attr-defined]
-            state_dict = self.handle.full_state_dict()
-        beside = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
-        try:
-            super()._save(str(beside), state_dict=state_dict)  # type: ignore[misc]
-            for written in sorted(beside.iterdir()):
-                os.replace(written, target / written.name)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
 
 
 class ZeroTrainer(ZeroMixin, transformers.Trainer):

@@ -1,0 +1,268 @@
+"""The Trainer's checkpoints: ``checkpoint-N`` folders, their rotation, resuming, and the best model.
+
+Owns what the Trainer adds to a training state (weights as safetensors with config and tokenizer,
+``trainer_state.json``, scheduler, one RNG state a rank) and the data position. Leaves folders and tensors to
+``shardglass.checkpoint``.
+
+[Note: whole override] The Trainer's own ``_save_checkpoint`` writes in place, deletes in place and saves the optimizer
+of rank 0 alone, so it is replaced as a whole; names and contents of the files stay.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_callback import ExportableState
+
+from shardglass.checkpoint.folder import PREFIX, REPLACED, delete, numbered, tidy, to_delete
+from shardglass.checkpoint.load import load_checkpoint
+from shardglass.checkpoint.manifest import MANIFEST, read_manifest
+from shardglass.checkpoint.save import save_checkpoint, save_files
+from shardglass.engine.handle import Handle
+from shardglass.errors import CheckpointError, UsageError
+
+log = logging.getLogger(__name__)
+
+SCHEDULER, STATE = "scheduler.pt", "trainer_state.json"
+"""Names transformers gives these files."""
+
+
+def find_checkpoint(wanted: str | bool | None, output_dir: Path) -> Path | None:  # noqa: FBT001
+    """Which checkpoint to resume from; None if none is asked for.
+
+    Args:
+        wanted: A folder, or True (also as text) for the last complete one in ``output_dir``.
+        output_dir: The run's folder.
+
+    Raises:
+        CheckpointError: The folder is no complete checkpoint, or there is none; says why for each.
+    """
+    if wanted is None or wanted is False or str(wanted).lower() in ("false", ""):
+        return None
+    if str(wanted).lower() != "true":
+        folder = Path(str(wanted)).expanduser()
+        read_manifest(folder)
+        return folder
+    reasons = []
+    for _, folder in reversed(numbered(output_dir)):
+        try:
+            read_manifest(folder)
+        except CheckpointError as error:
+            reasons.append(str(error))
+        else:
+            for reason in reasons:
+                log.warning("%s; resuming from %s", reason, folder)
+            return folder
+    listed = "".join(f"\n  {reason}" for reason in reasons)
+    raise CheckpointError(
+        f"--resume_from_checkpoint True: {output_dir} has no complete {PREFIX}-N folder; leave the flag out to start "
+        f"anew{listed}"
+    )
+
+
+def check_position(folder: Path, now: Mapping[str, int], *, ignore_data_skip: bool) -> None:
+    """See that a checkpoint's place in the data means the same in this run.
+
+    Args:
+        folder: The checkpoint.
+        now: World size, batch sizes, samples and seed of this run.
+        ignore_data_skip: The user wants the epoch from its beginning.
+
+    Raises:
+        CheckpointError: It does not; names every number that differs.
+    """
+    then = read_manifest(folder).extra.get("position", {})
+    differing = [key for key in now if key in then and then[key] != now[key]]
+    if not differing or (ignore_data_skip and "world_size" not in differing):
+        return
+    rows = "".join(f"\n  {key}: {then[key]} there, {now[key]} here" for key in differing)
+    remedy = (
+        "resuming at another world size is not supported yet"
+        if "world_size" in differing
+        else "keep them, or give --ignore_data_skip True to begin the epoch anew"
+    )
+    raise CheckpointError(f"{folder} was written by a run that drew its data otherwise; {remedy}:{rows}")
+
+
+def check_resume(wanted: str | bool | None, output_dir: Path, world_size: int) -> None:  # noqa: FBT001
+    """Find out before any weight is loaded that a checkpoint cannot be resumed from; ``train`` checks the rest.
+
+    Raises:
+        CheckpointError: It is no complete checkpoint, or is of another world size.
+    """
+    if any(output_dir.glob(f".*.{REPLACED}")):
+        return  # a kill left work that ``train`` puts in order first
+    folder = find_checkpoint(wanted, output_dir)
+    if folder is not None:
+        check_position(folder, {"world_size": world_size}, ignore_data_skip=False)
+
+
+def _base_rate(group: Mapping[str, Any]) -> float:
+    """The learning rate of a param_group that its scheduler starts from."""
+    return float(group.get("initial_lr", group["lr"]))
+
+
+class CheckpointMixin:
+    """The part of ``ZeroMixin`` that writes and reads files; see [Note: whole override]."""
+
+    handle: Handle | None
+    args: Any
+    state: Any
+    model: Any
+    lr_scheduler: Any
+    train_dataset: Any
+    _sharded_model: nn.Module | None
+    _mine: list[Path]  # this run's checkpoints and those it goes on from, oldest first
+
+    # ---- resuming ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:  # noqa: FBT001
+        """Train; see ``transformers.Trainer.train``.
+
+        Args:
+            resume_from_checkpoint: A checkpoint's folder, or True for the last complete one of ``output_dir``; the
+                argument of the same name counts when this one is None.
+            args: The Trainer's.
+            kwargs: The Trainer's.
+
+        Raises:
+            CheckpointError: The checkpoint is incomplete or does not fit; nothing was trained.
+        """
+        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        output_dir = Path(self.args.output_dir)
+        if self.args.should_save:
+            for line in tidy(output_dir):
+                log.warning("%s: %s", output_dir, line)
+        self.accelerator.wait_for_everyone()  # type: ignore[attr-defined]
+        folder = find_checkpoint(wanted, output_dir)
+        self._mine = []
+        if folder is not None:
+            check_position(folder, self._position(), ignore_data_skip=bool(self.args.ignore_data_skip))
+            last = int(read_manifest(folder).counters["step"])
+            self._mine = [path for number, path in numbered(output_dir) if number <= last]
+        return super().train(None if folder is None else str(folder), *args, **kwargs)  # type: ignore[misc]
+
+    def _position(self) -> dict[str, int]:
+        """What the place in the data depends on."""
+        args = self.args
+        found = {
+            "world_size": args.world_size,
+            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "seed": args.seed,
+        }
+        if hasattr(self.train_dataset, "__len__"):
+            found["samples"] = len(self.train_dataset)
+        return found
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing yet: the master weights come with the optimizer's state, once the model is sharded."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Bring weights, optimizer and scheduler to where the checkpoint left them."""
+        if checkpoint is None:
+            return
+        asked = [_base_rate(group) for group in self._engine().optimizer.param_groups]
+        manifest = load_checkpoint(self._engine(), checkpoint)
+        scheduler = torch.load(Path(checkpoint, SCHEDULER), map_location="cpu", weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+        then = [_base_rate(group) for group in manifest.groups]
+        if then != asked and self.args.should_save:
+            log.warning("resuming with the checkpoint's learning rates %s, not with %s of this run", then, asked)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights into the live engine."""
+        best = Path(self.state.best_model_checkpoint)
+        if (best / MANIFEST).is_file():
+            load_checkpoint(self._engine(), best, weights_only=True)
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _engine(self) -> Handle:
+        if self.handle is None:
+            raise UsageError("the model is not sharded yet: call train()")
+        return self.handle
+
+    # ---- saving ----
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write ``checkpoint-N``, then delete what is too many; collective."""
+        if trial is None:
+            self.store_flos()  # type: ignore[attr-defined]
+        run = Path(self._get_output_dir(trial=trial))  # type: ignore[attr-defined]
+        target = run / f"{PREFIX}-{self.state.global_step}"
+        best = self.state.best_global_step
+        if best:
+            folder = run / f"{PREFIX}-{best}"
+            if folder == target or folder.exists():
+                self.state.best_model_checkpoint = str(folder)
+        if self.args.save_only_model:
+            save_files(self._engine(), target, self._write_model)
+        else:
+            extra = {"position": self._position()}
+            save_checkpoint(self._engine(), target, extra=extra, write=self._write_trainer_files)
+        self._mine = [path for path in self._mine if path != target] + [target]
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))  # type: ignore[attr-defined]
+        self._rotate(self.args.save_total_limit)
+
+    def _rotate(self, limit: int | None) -> None:
+        """Delete this run's oldest checkpoints beyond ``limit``; those of other runs stay."""
+        best = self.state.best_model_checkpoint
+        for folder in to_delete(self._mine, limit=limit, best=None if best is None else Path(best)):
+            self._mine.remove(folder)
+            if self.args.should_save and folder.exists():
+                delete(folder)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """End the training; the Trainer would delete the last checkpoint in place if another one is the best."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.args.save_total_limit = limit
+
+    def _write_model(self, folder: Path) -> None:
+        """Weights, config, tokenizer and the Trainer's state, by the rank that saves."""
+        if self.args.should_save:
+            self._save(str(folder))
+            self._export_callbacks()
+            self.state.save_to_json(str(folder / STATE))
+
+    def _write_trainer_files(self, folder: Path) -> None:
+        """What the Trainer needs beside the engine's state; called on every rank."""
+        self._write_model(folder)
+        self._save_rng_state(str(folder))  # type: ignore[attr-defined]
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+
+    def _export_callbacks(self) -> None:
+        """Put the present state of callbacks that have one in the Trainer's state."""
+        exported: dict[str, Any] = {}
+        for callback in [*self.callback_handler.callbacks, self.control]:  # type: ignore[attr-defined]
+            if isinstance(callback, ExportableState):
+                exported.setdefault(type(callback).__name__, []).append(callback.state())
+        one = {name: states[0] if len(states) == 1 else states for name, states in exported.items()}
+        self.state.stateful_callbacks = one
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Save model and tokenizer; a failure leaves what the folder held: write beside, then move file by file."""
+        if not self.args.should_save:
+            return
+        target = Path(output_dir if output_dir is not None else self.args.output_dir)
+        target.mkdir(parents=True, exist_ok=True)
+        if state_dict is None and self.handle is not None and self._sharded_model is self.model:
+            state_dict = self.handle.full_state_dict()
+        beside = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
+        try:
+            super()._save(str(beside), state_dict=state_dict)  # type: ignore[misc]
+            for written in sorted(beside.iterdir()):
+                os.replace(written, target / written.name)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
