@@ -1,14 +1,11 @@
 """Loading the DeepSpeed JSON: what is understood, and every fault with its message."""
 
-import copy
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardglass.config import DeepSpeedConfig, Status, given_keys, load_config
 from shardglass.errors import ConfigError
@@ -93,13 +90,6 @@ def faults_of(source, **options):
     return str(caught.value)
 
 
-def gives_a_config_or_a_config_error(source):
-    try:
-        return isinstance(load_config(source), DeepSpeedConfig)
-    except ConfigError as error:
-        return bool(str(error))
-
-
 @pytest.mark.parametrize("name", STOCK)
 def test_stock_configs_are_understood_whole(name):
     config = load_config(STOCK[name])
@@ -174,6 +164,9 @@ def test_files_that_cannot_be_read_say_why(tmp_path):
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
     assert "not UTF-8 text (byte 7)" in faults_of(tmp_path / "latin.json")
     assert "nested too deeply" in faults_of('{"a":' * 100_000)
+    itself = {}
+    itself["a"] = itself
+    assert "nested too deeply to be a DeepSpeed config, or contains itself" in faults_of(itself)
     assert "a path or a mapping, not int" in faults_of(3)
 
 
@@ -184,7 +177,7 @@ def test_a_key_given_twice_is_an_error_with_path_and_lines(tmp_path):
 
 
 def test_nan_and_infinity_are_no_numbers():
-    assert "gradient_clipping: NaN is not a JSON number" in faults_of('{"gradient_clipping": NaN}')
+    assert "gradient_clipping is NaN; it must be a finite number" in faults_of('{"gradient_clipping": NaN}')
     assert 'gradient_clipping is "inf"; it must be a number >= 0' in faults_of({"gradient_clipping": "inf"})
     assert "gradient_clipping is inf" in faults_of('{"gradient_clipping": 1e999}')
 
@@ -260,6 +253,20 @@ MESSAGES = [
     ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states is true: not supported yet"),
     ({"data_types": {"grad_accum_dtype": "fp16"}}, 'data_types.grad_accum_dtype is "fp16": not supported yet'),
     ({3: 1}, "3: a key must be a string, not int"),
+    ({"bf16": {}, "bfloat16": {}}, "bfloat16: the old name of bf16, which is given too; remove it"),
+    (
+        {"zero_optimization": {"max_reuse_distance": 1, "stage3_max_reuse_distance": 1}},
+        "zero_optimization.max_reuse_distance: a second name of stage3_max_reuse_distance, which is given too",
+    ),
+    ({"flops_profiler": True}, "flops_profiler is true; it must be an object"),
+    ({"tensorboard": {"job_name": "auto"}}, 'tensorboard holds "auto" (job_name), which is not allowed here'),
+    ({"autotuning": {"x": [1, "auto"]}}, 'autotuning holds "auto" (x), which is not allowed here'),
+    ({"fp8": "auto"}, 'fp8 is "auto", which is not allowed here'),
+    ({"train_batch_size": 2**63}, "train_batch_size is 9223372036854775808; it must be a whole number below 2^63"),
+    ({"steps_per_print": float("inf")}, "steps_per_print is inf; it must be a finite"),
+    ({"steps_per_print": {1, 2}}, "steps_per_print: is a value of type set, which JSON does not have"),
+    ({"wandb": {"team": "\ud83d"}}, "wandb.team: holds half of a surrogate pair, which is no text"),
+    ({"wan\ud83d": 1}, "wan\\ud83d: this key holds half of a surrogate pair"),
 ]
 
 
@@ -288,6 +295,19 @@ def test_all_faults_of_a_file_come_in_one_error():
         "fp16.enabled",
         "bf16",
     }
+
+
+def test_a_stage_that_cannot_run_is_told_with_other_faults_but_can_be_loaded():
+    offload = {"stage": 3, "offload_param": {"device": "cpu"}}
+    assert faults_of({"zero_optimization": offload}).splitlines()[1:] == [
+        '  zero_optimization.offload_param.device is "cpu": not supported yet; set it to "none" or drop the section',
+        "  zero_optimization.stage is 3: not supported yet; use one of 0, 1, 2",
+    ]
+    assert load_config({"zero_optimization": {"stage": 3}}).zero_optimization.stage == 3
+
+
+def test_whole_numbers_too_long_for_python_to_write_are_named():
+    assert "train_batch_size is a whole number of more than 60 digits" in faults_of({"train_batch_size": 10**5000})
 
 
 def test_unknown_keys_become_notes_when_allowed():
@@ -320,44 +340,3 @@ def test_null_counts_as_absent():
 def test_neither_config_nor_resolve_loads_torch():
     code = "import sys, shardglass.config, shardglass.resolve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "src"}, check=False).returncode == 0
-
-
-def _paths(tree, path=()):
-    for key, value in tree.items():
-        yield (*path, key)
-        if isinstance(value, dict):
-            yield from _paths(value, (*path, key))
-
-
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.sampled_from(["auto", "none", "cpu", "2e8", "-1", "", "true", "AdamW", "x" * 50, 10**400, "9" * 5000]),
-    st.text(max_size=5),
-    st.lists(st.one_of(st.integers(), st.text(max_size=2), st.floats()), max_size=3),
-    st.dictionaries(st.sampled_from(["enabled", "type", "params", "lr", "stage", "q"]), st.integers(), max_size=3),
-)
-WHOLE = json.loads((EXAMPLES / "ds_config_zero3.json").read_text()) | STOCK["everything off"]
-ALL_PATHS = sorted(_paths(WHOLE))
-
-
-@settings(max_examples=150, deadline=None)
-@given(changes=st.lists(st.tuples(st.sampled_from(ALL_PATHS), VALUES, st.booleans()), min_size=1, max_size=4))
-def test_any_change_of_a_valid_config_gives_a_config_or_a_config_error(changes):
-    tree = copy.deepcopy(WHOLE)
-    for path, value, beside in changes:
-        node = tree
-        for part in path[:-1]:
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict):
-            node[path[-1] + ("x" if beside else "")] = value
-    assert gives_a_config_or_a_config_error(tree)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.integers(1, 800), st.text("{}[]\",:'#/0 \n\\", max_size=3), st.integers(0, 3))
-def test_any_damage_to_the_text_gives_a_config_or_a_config_error(position, inserted, removed):
-    text = (EXAMPLES / "ds_config_zero2.json").read_text()
-    assert gives_a_config_or_a_config_error("{" + text[1:position] + inserted + text[position + removed :])

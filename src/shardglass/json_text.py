@@ -50,6 +50,15 @@ def read_text(path: Path, kind: type[ShardglassError], *, missing: str) -> str:
         raise kind(f"{path}: cannot be read: {error}") from None
 
 
+def is_text(value: str) -> bool:
+    """Tell whether a string can be written as UTF-8; JSON can spell half of a surrogate pair, which cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def likely_cause(
     text: str, error: json.JSONDecodeError, *, by_text: Sequence[Cause], by_message: Sequence[Cause]
 ) -> str:

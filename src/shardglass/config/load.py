@@ -8,19 +8,20 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from shardglass.config.keys import Key, Section, Status
+from shardglass.config.keys import Section, Status
+from shardglass.config.readers import stage_number
+from shardglass.config.schema import KeyPath, all_paths, dotted, names_at, rule_of
 from shardglass.config.sections import DeepSpeedConfig
 from shardglass.config.source import Json, read_source
 from shardglass.config.types import OPTIMIZERS, SCHEDULERS, TypeRow
+from shardglass.config.zero import TWINS
 from shardglass.errors import ConfigError, nearest, suggestion
-
-KeyPath = tuple[str, ...]
+from shardglass.options import RUNNABLE_STAGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +52,21 @@ def load_config(source: str | PathLike[str] | Mapping[str, Any], *, allow_unknow
         The config; ``auto`` values are still in it.
 
     Raises:
-        ConfigError: Names every fault of the file with its key.
+        ConfigError: Names every fault of the file with its key. A stage that cannot run is told with them, but is no
+            fault by itself: it can be planned for.
     """
     tree, name = read_source(source)
-    faults = _type_faults(tree)
+    faults = [*_type_faults(tree), *_twin_faults(tree)]
     try:
         config, unknown, more = _validated(tree)
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply to be a DeepSpeed config") from None
-    notes = [f"unknown key left out: {_dotted(path)}{_hint(path)}" for path in unknown] if allow_unknown else []
+    notes = [f"unknown key left out: {dotted(path)}{_hint(path)}" for path in unknown] if allow_unknown else []
     if not allow_unknown:
-        faults += [f"{_dotted(path)}: unknown key{_hint(path)}" for path in unknown]
+        faults += [f"{dotted(path)}: unknown key{_hint(path)}" for path in unknown]
     faults += more
     if config is None or faults:
+        faults += _stage_faults(tree)
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise ConfigError(f"{name}: {count}\n" + "\n".join(f"  {fault}" for fault in faults))
     config._source = name
@@ -76,6 +79,18 @@ def given_keys(config: DeepSpeedConfig) -> tuple[GivenKey, ...]:
     return tuple(_given(config, ()))
 
 
+def stage_fault(key: str, number: int) -> str | None:
+    """Say that a stage cannot run yet; None if it can.
+
+    Args:
+        key: The key or the flag that asks for it.
+        number: The stage.
+    """
+    if number in RUNNABLE_STAGES:
+        return None
+    return f"{key} is {number}: not supported yet; use one of {', '.join(str(stage) for stage in RUNNABLE_STAGES)}"
+
+
 def _given(section: Section, path: KeyPath) -> Iterator[GivenKey]:
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
@@ -84,8 +99,8 @@ def _given(section: Section, path: KeyPath) -> Iterator[GivenKey]:
         if isinstance(value, Section):
             yield from _given(value, (*path, name))
             continue
-        rule = _rule(info)
-        yield GivenKey(key=_dotted((*path, name)), value=value, status=rule.status, say=rule.say)
+        rule = rule_of(info)
+        yield GivenKey(key=dotted((*path, name)), value=value, status=rule.status, say=rule.say)
 
 
 def _validated(tree: Json) -> tuple[DeepSpeedConfig | None, list[KeyPath], list[str]]:
@@ -120,7 +135,7 @@ def _unknown_paths(detail: ErrorDetails) -> list[KeyPath]:
 
 def _fault(detail: ErrorDetails) -> str:
     text = "must be an object" if detail["type"] in ("model_type", "model_attributes_type") else detail["msg"]
-    path = _dotted(tuple(str(part) for part in detail["loc"]))
+    path = dotted(tuple(str(part) for part in detail["loc"]))
     return f"{path} {text}" if detail["type"] in ("bad_value", "not_yet") else f"{path}: {text}"
 
 
@@ -132,48 +147,15 @@ def _remove(tree: Json, path: KeyPath) -> None:
         node.pop(path[-1], None)
 
 
-def _dotted(path: KeyPath) -> str:
-    return ".".join(path)
-
-
-def _rule(info: FieldInfo) -> Key:
-    """The key's rule; a field without one is a section, whose own keys carry rules."""
-    rules = [item for item in info.metadata if isinstance(item, Key)]
-    return rules[0] if rules else Key(status=Status.HONOURED, read=lambda value: value)
-
-
-def _section_type(info: FieldInfo) -> type[Section] | None:
-    found = [item for item in get_args(info.annotation) if isinstance(item, type) and issubclass(item, Section)]
-    return found[0] if found else None
-
-
-def _names_at(path: KeyPath) -> tuple[str, ...]:
-    """The names known inside the object at ``path``."""
-    model: type[Section] = DeepSpeedConfig
-    for part in path:
-        info = model.model_fields.get(part)
-        inner = _section_type(info) if info else None
-        if info is None or inner is None:
-            return tuple(_rule(info).known or ()) if info else ()
-        model = inner
-    return tuple(model.model_fields)
-
-
-def _paths(model: type[Section], path: KeyPath = ()) -> Iterator[KeyPath]:
-    for name, info in model.model_fields.items():
-        yield (*path, name)
-        inner = _section_type(info)
-        if inner is not None:
-            yield from _paths(inner, (*path, name))
-
-
 def _hint(path: KeyPath) -> str:
     """Name the nearest known key of the same object, or where a key of exactly this name belongs."""
-    elsewhere = [_dotted(known) for known in _paths(DeepSpeedConfig) if known[-1] == path[-1]]
-    if elsewhere and not nearest(path[-1], _names_at(path[:-1])):
+    elsewhere = [dotted(known) for known in all_paths() if known[-1] == path[-1]]
+    if elsewhere and not nearest(path[-1], names_at(path[:-1])):
         return f" here (it belongs to {' or '.join(elsewhere[:3])})"
-    return suggestion(path[-1], _names_at(path[:-1]))
+    return suggestion(path[-1], names_at(path[:-1]))
 
+
+# ---- faults between keys ----
 
 _TABLES: tuple[tuple[str, dict[str, TypeRow]], ...] = (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS))
 
@@ -208,7 +190,33 @@ def _type_faults(tree: Json) -> list[str]:
         if not found or not isinstance(params, dict):
             continue
         name, row = found
-        known_to_all = set(_names_at((key, "params")))
+        known_to_all = set(names_at((key, "params")))
         wrong = [param for param in params if row.params and param in known_to_all and param not in row.params]
         faults += [f"{key}.params.{param}: {name} takes no such value" for param in wrong]
     return faults
+
+
+def _twin_faults(tree: Json) -> list[str]:
+    """Faults of keys that are given under two of their names; null counts as absent."""
+    faults = []
+    if tree.get("bf16") is not None and tree.get("bfloat16") is not None:
+        faults.append("bfloat16: the old name of bf16, which is given too; remove it")
+    zero = tree.get("zero_optimization")
+    if isinstance(zero, dict):
+        given = [(twin, name) for twin, name in TWINS.items() if None not in (zero.get(twin), zero.get(name))]
+        faults += [f"zero_optimization.{twin}: a second name of {name}, which is given too" for twin, name in given]
+    return faults
+
+
+def _stage_faults(tree: Json) -> list[str]:
+    """The fault of a stage that cannot run, to be told with the others; unreadable ones are told already."""
+    zero = tree.get("zero_optimization")
+    value = zero.get("stage") if isinstance(zero, dict) else None
+    if value is None:
+        return []
+    try:
+        number = int(str(stage_number(value)))
+    except ValueError:
+        return []
+    fault = stage_fault("zero_optimization.stage", number)
+    return [fault] if fault else []

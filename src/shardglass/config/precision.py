@@ -2,72 +2,83 @@
 
 from typing import Annotated
 
-from shardglass.config.keys import (
-    AUTO,
-    Auto,
-    NoEffect,
-    OffSwitch,
-    Section,
-    dtype,
-    flag,
-    honoured,
-    no_effect,
-    not_yet,
-    real,
-    whole,
-)
+from shardglass.config.keys import Section, honoured, no_effect, not_yet, off
+from shardglass.config.readers import AUTO, Auto, anything, dtype, flag, real, whole
+
+_SCALING = "there is no loss scaling yet"
+_APEX = "apex is not used here; use bf16"
+_CASTS = "only parameters are cast; nothing is cast on the way"
 
 
 class Fp16(Section):
-    """``fp16``: loss scaling is not there yet, so only ``enabled`` false, or auto without the flag, can run."""
+    """``fp16``."""
 
     enabled: Annotated[
-        bool | Auto | None, honoured(flag(auto=True), fine=(False, AUTO), say="use bf16, or float32 with both off")
+        bool | Auto | None,
+        honoured(
+            "compute in float16, which needs loss scaling",
+            flag(auto=True),
+            fine=(False, AUTO),
+            say="use bf16, or float32 with both off",
+        ),
     ] = None
-    auto_cast: Annotated[bool | None, no_effect(flag())] = None
-    loss_scale: Annotated[float | None, no_effect(real())] = None
-    initial_scale_power: Annotated[int | None, no_effect(whole())] = None
-    loss_scale_window: Annotated[int | None, no_effect(whole())] = None
-    hysteresis: Annotated[int | None, no_effect(whole())] = None
-    consecutive_hysteresis: Annotated[bool | None, no_effect(flag())] = None
-    min_loss_scale: Annotated[float | None, no_effect(real())] = None
-    fp16_master_weights_and_grads: OffSwitch = None
-    fp16_opt_level: NoEffect = None
+    auto_cast: Annotated[bool | None, no_effect(_CASTS, flag())] = None
+    loss_scale: Annotated[float | None, no_effect(_SCALING, real())] = None
+    initial_scale_power: Annotated[int | None, no_effect(_SCALING, whole())] = None
+    loss_scale_window: Annotated[int | None, no_effect(_SCALING, whole())] = None
+    hysteresis: Annotated[int | None, no_effect(_SCALING, whole())] = None
+    consecutive_hysteresis: Annotated[bool | None, no_effect(_SCALING, flag())] = None
+    min_loss_scale: Annotated[float | None, no_effect(_SCALING, real())] = None
+    fp16_master_weights_and_grads: Annotated[bool | None, off("master weights in float16")] = None
+    fp16_opt_level: Annotated[object, no_effect("a key of apex")] = None
 
 
 class Bf16(Section):
-    """``bf16``; ``check_grad_overflow`` says whether a step with inf or nan gradients is skipped."""
+    """``bf16``, or ``bfloat16`` as it was called; only one of the two may be given."""
 
-    enabled: Annotated[bool | Auto | None, honoured(flag(auto=True))] = None
-    check_grad_overflow: Annotated[bool | None, honoured(flag())] = None
-    immediate_grad_update: Annotated[bool | None, no_effect(flag())] = None
-    bf16_master_weights_and_grads: OffSwitch = None
-    bf16_optimizer_states: OffSwitch = None
+    enabled: Annotated[
+        bool | Auto | None, honoured("compute in bfloat16, beside float32 master weights", flag(auto=True))
+    ] = None
+    check_grad_overflow: Annotated[
+        bool | None, honoured("skip a step whose gradient is inf or nan on any rank, in float32 too", flag())
+    ] = None
+    immediate_grad_update: Annotated[
+        bool | None, no_effect("a gradient is always taken up as soon as it is there", flag())
+    ] = None
+    bf16_master_weights_and_grads: Annotated[bool | None, off("master weights in bfloat16")] = None
+    bf16_optimizer_states: Annotated[bool | None, off("optimizer states in bfloat16")] = None
 
 
 class Amp(Section):
-    """``amp``: the apex back end, which is refused."""
+    """``amp``."""
 
     enabled: Annotated[
-        bool | Auto | None, not_yet(flag(auto=True), fine=(False, AUTO), say="apex is not used here; use bf16")
+        bool | Auto | None,
+        not_yet("mixed precision by apex", flag(auto=True), fine=(False, AUTO), say=_APEX),
     ] = None
-    opt_level: Annotated[object, no_effect()] = None
+    opt_level: Annotated[object, no_effect("a key of apex", anything)] = None
 
 
 class TorchAutocast(Section):
     """``torch_autocast``."""
 
-    enabled: OffSwitch = None
-    dtype: NoEffect = None
-    lower_precision_safe_modules: NoEffect = None
+    enabled: Annotated[bool | None, off("compute under torch's autocast", say=_CASTS)] = None
+    dtype: Annotated[object, no_effect(_CASTS)] = None
+    lower_precision_safe_modules: Annotated[object, no_effect(_CASTS)] = None
 
 
 class DataTypes(Section):
     """``data_types``."""
 
     grad_accum_dtype: Annotated[
-        str | None, honoured(dtype, fine=("float32", "bfloat16"), say='float16 needs loss scaling; use "fp32"')
+        str | None,
+        honoured(
+            "dtype in which gradients are added up",
+            dtype,
+            fine=("float32", "bfloat16"),
+            say='float16 needs loss scaling; use "fp32"',
+        ),
     ] = None
-    param_dtype: Annotated[object, not_yet(fine=())] = None
-    buffer_dtype: Annotated[object, not_yet(fine=())] = None
-    keep_in_fp32_modules: Annotated[object, no_effect()] = None
+    param_dtype: Annotated[object, not_yet("dtype of the parameters", fine=(), say="use bf16.enabled")] = None
+    buffer_dtype: Annotated[object, not_yet("dtype of the buffers", fine=(), say="buffers keep theirs")] = None
+    keep_in_fp32_modules: Annotated[object, no_effect("for buffer_dtype and param_dtype, which are refused")] = None

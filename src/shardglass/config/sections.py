@@ -1,4 +1,4 @@
-"""The sections of the DeepSpeed JSON and the status of every key in them.
+"""The DeepSpeed JSON as a whole: the keys at its top and its sections, with the status of each.
 
 Owns the list of keys, as data: each field carries the rule of its key (see ``keys``). A field is None when the file
 does not give the key. Leaves defaults to ``resolve``: what a missing key means depends on the flags.
@@ -10,248 +10,229 @@ from typing import Annotated
 
 from pydantic import PrivateAttr
 
-from shardglass.config.keys import (
-    Auto,
-    NoEffect,
-    OffSwitch,
-    Section,
-    dtype,
-    flag,
-    honoured,
-    no_effect,
-    not_yet,
-    real,
-    stage_number,
-    whole,
-    word,
-)
+from shardglass.config.keys import Section, honoured, no_effect, not_yet, off
 from shardglass.config.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
+from shardglass.config.readers import Auto, dtype, flag, real, whole, word
 from shardglass.config.types import Optimizer, Scheduler
+from shardglass.config.zero import Zero
+
+_SPEED = "measures DeepSpeed's speed; the run summary has ours"
+_MONITOR = "the Trainer logs: --report_to"
+_COMMS = "logs DeepSpeed's collectives"
+_COMPILE = "DeepSpeed's compiler is off; use --torch_compile"
 
 
-class OffloadOptimizer(Section):
-    """``zero_optimization.offload_optimizer``."""
+class BatchKeys(Section):
+    """Batch."""
 
-    device: Annotated[
-        str | None, not_yet(word("none", "cpu", "nvme"), fine=("none",), say='set it to "none" or drop the section')
+    train_batch_size: Annotated[
+        int | Auto | None, honoured("sequences of an optimizer step, over all ranks", whole(low=1, auto=True))
     ] = None
-    nvme_path: NoEffect = None
-    pin_memory: NoEffect = None
-    buffer_count: NoEffect = None
-    fast_init: NoEffect = None
-    ratio: NoEffect = None
-    pipeline_read: NoEffect = None
-    pipeline_write: NoEffect = None
-    pipeline: NoEffect = None
-    super_offload: OffSwitch = None
-    cpuadam_cores_perc: NoEffect = None
-
-
-class OffloadParam(Section):
-    """``zero_optimization.offload_param``."""
-
-    device: Annotated[
-        str | None, not_yet(word("none", "cpu", "nvme"), fine=("none",), say='set it to "none" or drop the section')
+    train_micro_batch_size_per_gpu: Annotated[
+        int | Auto | None, honoured("sequences of a micro-batch on one rank", whole(low=1, auto=True))
     ] = None
-    nvme_path: NoEffect = None
-    pin_memory: NoEffect = None
-    buffer_count: NoEffect = None
-    buffer_size: NoEffect = None
-    max_in_cpu: NoEffect = None
-
-
-class Zero(Section):
-    """``zero_optimization``. Keys of stage 3 may stand in files of other stages, and the reverse."""
-
-    stage: Annotated[int | None, honoured(stage_number)] = None
-    reduce_bucket_size: Annotated[int | Auto | None, no_effect(whole(low=1, auto=True))] = None
-    allgather_bucket_size: Annotated[int | None, no_effect(whole())] = None
-    allgather_partitions: Annotated[bool | None, no_effect(flag())] = None
-    overlap_comm: Annotated[bool | None, no_effect(flag())] = None
-    reduce_scatter: Annotated[bool | None, no_effect(flag())] = None
-    contiguous_gradients: Annotated[bool | None, no_effect(flag())] = None
-    round_robin_gradients: Annotated[bool | None, no_effect(flag())] = None
-    parameter_alignment: Annotated[bool | None, no_effect(flag())] = None
-    load_from_fp32_weights: Annotated[bool | None, no_effect(flag())] = None
-    grad_hooks: Annotated[bool | None, no_effect(flag())] = None
-    use_multi_rank_bucket_allreduce: Annotated[bool | None, no_effect(flag())] = None
-    compute_grad_norm: Annotated[bool | None, no_effect(flag())] = None
-    elastic_checkpoint: Annotated[bool | None, no_effect(flag())] = None
-    legacy_stage1: Annotated[bool | None, no_effect(flag())] = None
-    enable_sanity_checks: Annotated[bool | None, no_effect(flag())] = None
-    ignore_unused_parameters: Annotated[
-        bool | None, not_yet(flag(), fine=(True,), say="unused parameters are ignored, as with true")
+    gradient_accumulation_steps: Annotated[
+        int | Auto | None, honoured("micro-batches of an optimizer step", whole(low=1, auto=True))
     ] = None
-    offload_optimizer: OffloadOptimizer | None = None
-    offload_param: OffloadParam | None = None
-    cpu_offload: OffSwitch = None
-    cpu_offload_param: OffSwitch = None
-    cpu_offload_params: OffSwitch = None
-    cpu_offload_use_pin_memory: NoEffect = None
-    sub_group_size: Annotated[int | None, no_effect(whole())] = None
-    stage3_max_live_parameters: Annotated[int | None, no_effect(whole())] = None
-    stage3_max_reuse_distance: Annotated[int | None, no_effect(whole())] = None
-    stage3_prefetch_bucket_size: Annotated[int | Auto | None, no_effect(whole(auto=True))] = None
-    stage3_param_persistence_threshold: Annotated[int | Auto | None, no_effect(whole(auto=True))] = None
-    stage3_model_persistence_threshold: Annotated[int | None, no_effect(whole())] = None
-    stage3_module_granularity_threshold: Annotated[int | None, no_effect(whole())] = None
-    stage3_use_all_reduce_for_fetch_params: Annotated[bool | None, no_effect(flag())] = None
-    stage3_allgather_sequential: Annotated[bool | None, no_effect(flag())] = None
-    stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, no_effect(flag())] = None
-    stage3_gather_fp16_weights_on_model_save: Annotated[bool | None, no_effect(flag())] = None
-    zero_hpz_partition_size: Annotated[int | None, not_yet(whole(), fine=(0, 1))] = None
-    zero_quantized_weights: OffSwitch = None
-    zero_quantized_gradients: OffSwitch = None
-    zero_quantized_nontrainable_weights: OffSwitch = None
-    mics_shard_size: Annotated[int | None, not_yet(whole(low=-1), fine=(-1, 0))] = None
-    mics_hierarchical_params_gather: OffSwitch = None
-    memory_efficient_linear: Annotated[bool | None, no_effect(flag())] = None
-    pipeline_loading_checkpoint: Annotated[bool | None, no_effect(flag())] = None
-    override_module_apply: Annotated[bool | None, no_effect(flag())] = None
-    log_trace_cache_warnings: Annotated[bool | None, no_effect(flag())] = None
-    leaf_module: Annotated[object, no_effect(known=("classes", "names", "name_suffixes"))] = None
-    zenflow: Annotated[object, not_yet()] = None
-    save_muon_momentum_buffer_in_memory: NoEffect = None
+    managed_gradient_accumulation: Annotated[
+        bool | None, not_yet("the program counts the micro-batches when false", flag(), fine=(True,))
+    ] = None
+
+
+class GradientKeys(Section):
+    """Gradients."""
+
+    gradient_clipping: Annotated[
+        float | Auto | None, honoured("norm to clip at; 0 means no clipping", real(auto=True))
+    ] = None
+    communication_data_type: Annotated[
+        str | None,
+        honoured(
+            "dtype in which gradients travel",
+            dtype,
+            fine=("float32", "bfloat16"),
+            say='float16 needs loss scaling; use "bf16" or "fp32"',
+        ),
+    ] = None
+    seq_parallel_communication_data_type: Annotated[object, no_effect("there is no sequence parallelism yet")] = None
+    gradient_allreduce_op: Annotated[
+        str | None,
+        honoured(
+            "how the gradients of the ranks are put together",
+            word("mean", "sum", "avg"),
+            fine=("mean", "avg"),
+            say='gradients are averaged; use "mean"',
+        ),
+    ] = None
+    prescale_gradients: Annotated[bool | None, off("divide before the reduction")] = None
+    gradient_predivide_factor: Annotated[float | None, not_yet("divide before the reduction", real(), fine=(1.0,))] = (
+        None
+    )
+    sparse_gradients: Annotated[bool | None, off("sparse gradients of embeddings")] = None
+    gradient_compression: Annotated[object, not_yet("compressed gradients")] = None
+    zero_allow_untested_optimizer: Annotated[
+        bool | None, honoured("take an optimizer class that is not known to update element by element", flag())
+    ] = None
+    zero_force_ds_cpu_optimizer: Annotated[bool | None, no_effect("there is no offload yet", flag())] = None
 
 
 class Compile(Section):
-    """``compile``: DeepSpeed compiles only when the program asks its engine to; the Trainer has its own flag."""
+    """``compile``."""
 
-    disable: Annotated[bool | None, no_effect(flag(), say="compile: use --torch_compile")] = None
-    enabled: Annotated[bool | None, no_effect(flag(), say="compile: use --torch_compile")] = None
-    backend: NoEffect = None
-    kwargs: NoEffect = None
-    deepcompile: OffSwitch = None
+    disable: Annotated[bool | None, no_effect(_COMPILE, flag(), say="compile: use --torch_compile")] = None
+    enabled: Annotated[bool | None, no_effect(_COMPILE, flag(), say="compile: use --torch_compile")] = None
+    backend: Annotated[object, no_effect(_COMPILE)] = None
+    kwargs: Annotated[object, no_effect(_COMPILE)] = None
+    deepcompile: Annotated[bool | None, off("DeepSpeed's compiler")] = None
 
 
 class Checkpoint(Section):
     """``checkpoint``."""
 
-    tag_validation: NoEffect = None
-    load_universal: OffSwitch = None
-    use_node_local_storage: OffSwitch = None
-    parallel_write: NoEffect = None
+    tag_validation: Annotated[object, no_effect("checkpoints here have no tags")] = None
+    checkpoint_serialization: Annotated[object, no_effect("for DeepSpeed's writer")] = None
+    writer: Annotated[object, no_effect("for DeepSpeed's writer")] = None
+    parallel_write: Annotated[object, no_effect("for DeepSpeed's writer")] = None
+    load_universal: Annotated[bool | None, off("load a universal checkpoint")] = None
+    use_node_local_storage: Annotated[bool | None, off("a checkpoint folder on each machine")] = None
 
 
-_MONITOR = ("enabled", "output_path", "job_name", "group", "team", "project", "samples_log_interval", "workspace",
-            "api_key", "experiment_name", "experiment_key", "online", "mode")  # fmt: skip
+_MONITOR_NAMES = [
+    "enabled",
+    "output_path",
+    "job_name",
+    "group",
+    "team",
+    "project",
+    "samples_log_interval",
+    "workspace",
+    "api_key",
+    "experiment_name",
+    "experiment_key",
+    "online",
+    "mode",
+]
+_COMMS_NAMES = ["enabled", "prof_all", "prof_ops", "verbose", "debug"]
+_FLOPS_NAMES = [
+    "enabled",
+    "profile_step",
+    "module_depth",
+    "top_modules",
+    "detailed",
+    "output_file",
+    "recompute_fwd_factor",
+]
+_RECOMPUTE_NAMES = [
+    "partition_activations",
+    "cpu_checkpointing",
+    "contiguous_memory_optimization",
+    "number_checkpoints",
+    "synchronize_checkpoint_boundary",
+    "profile",
+]
+_AIO_NAMES = [
+    "block_size",
+    "queue_depth",
+    "thread_count",
+    "intra_op_parallelism",
+    "single_submit",
+    "overlap_events",
+    "use_gds",
+]
 
 
-class DeepSpeedConfig(Section):
-    """A whole DeepSpeed JSON; made by ``load_config``.
+class MonitoringKeys(Section):
+    """Monitoring and the like."""
 
-    ``source`` is the file's name for messages; ``notes`` what was taken without being understood.
-    """
+    steps_per_print: Annotated[object, no_effect("--logging_steps decides")] = None
+    wall_clock_breakdown: Annotated[bool | None, no_effect(_SPEED, flag())] = None
+    memory_breakdown: Annotated[bool | None, no_effect(_SPEED, flag())] = None
+    dump_state: Annotated[bool | None, no_effect("the resolved values lie beside the run", flag())] = None
+    log_level: Annotated[object, no_effect("--log_level decides")] = None
+    timers: Annotated[object, no_effect(_SPEED)] = None
+    comms_logger: Annotated[object, no_effect(_COMMS, known=_COMMS_NAMES)] = None
+    comms_config: Annotated[object, no_effect(_COMMS, known=("comms_logger", *_COMMS_NAMES))] = None
+    monitor_config: Annotated[
+        object, no_effect(_MONITOR, known=("enabled", "tensorboard", "wandb", "comet", "csv_monitor", "tag"))
+    ] = None
+    tensorboard: Annotated[object, no_effect(_MONITOR, known=_MONITOR_NAMES)] = None
+    wandb: Annotated[object, no_effect(_MONITOR, known=_MONITOR_NAMES)] = None
+    comet: Annotated[object, no_effect(_MONITOR, known=_MONITOR_NAMES)] = None
+    csv_monitor: Annotated[object, no_effect(_MONITOR, known=_MONITOR_NAMES)] = None
+    flops_profiler: Annotated[object, no_effect(_SPEED, known=_FLOPS_NAMES)] = None
+    autotuning: Annotated[object, no_effect("DeepSpeed's launcher tunes, not a run")] = None
+    activation_checkpointing: Annotated[
+        object,
+        no_effect(
+            "for models that call DeepSpeed's own function; use --gradient_checkpointing",
+            say="activation_checkpointing does nothing for Hugging Face models: use --gradient_checkpointing",
+            known=_RECOMPUTE_NAMES,
+        ),
+    ] = None
+    aio: Annotated[object, no_effect("for NVMe offload", known=_AIO_NAMES)] = None
+    zero_state: Annotated[object, no_effect("nothing reads it")] = None
+    dataloader_drop_last: Annotated[bool | None, no_effect("--dataloader_drop_last decides", flag())] = None
+    disable_allgather: Annotated[bool | None, no_effect("nothing reads it, in DeepSpeed neither", flag())] = None
+    disable_python_gc: Annotated[bool | None, no_effect("Python's collector stays as it is", flag())] = None
+    graph_harvesting: Annotated[bool | None, no_effect("a speed-up by CUDA graphs", flag())] = None
+    vocabulary_size: Annotated[object, no_effect("DeepSpeed only warns about odd sizes")] = None
 
-    train_batch_size: Annotated[int | Auto | None, honoured(whole(low=1, auto=True))] = None
-    train_micro_batch_size_per_gpu: Annotated[int | Auto | None, honoured(whole(low=1, auto=True))] = None
-    gradient_accumulation_steps: Annotated[int | Auto | None, honoured(whole(low=1, auto=True))] = None
-    managed_gradient_accumulation: Annotated[bool | None, not_yet(flag(), fine=(True,))] = None
-    optimizer: Optimizer | None = None
-    scheduler: Scheduler | None = None
-    zero_optimization: Zero | None = None
-    zero_allow_untested_optimizer: Annotated[bool | None, honoured(flag())] = None
-    zero_force_ds_cpu_optimizer: Annotated[bool | None, no_effect(flag())] = None
+
+class FutureKeys(Section):
+    """Other ways to train."""
+
+    tensor_parallel: Annotated[object, not_yet("tensor parallelism")] = None
+    expert_parallel: Annotated[object, not_yet("expert parallelism")] = None
+    use_data_before_expert_parallelism: Annotated[bool | None, off("order of the ranks of experts")] = None
+    pipeline: Annotated[object, not_yet("pipeline parallelism")] = None
+    sequence_parallel_size: Annotated[int | None, not_yet("sequence parallelism", whole(), fine=(0, 1))] = None
+    fp8: Annotated[object, not_yet("training in 8 bits")] = None
+    sparse_attention: Annotated[object, not_yet("sparse attention")] = None
+    data_efficiency: Annotated[object, not_yet("sampling and dropping of data")] = None
+    curriculum_learning: Annotated[object, not_yet("growing sequence lengths")] = None
+    progressive_layer_drop: Annotated[object, not_yet("dropping layers")] = None
+    compression_training: Annotated[object, not_yet("pruning and quantization")] = None
+    quantize_training: Annotated[object, not_yet("quantization while training")] = None
+    weight_quantization: Annotated[object, not_yet("quantized weights")] = None
+    elasticity: Annotated[object, not_yet("batch sizes that follow the number of GPUs")] = None
+    nebula: Annotated[object, not_yet("a checkpoint service")] = None
+    datastates_ckpt: Annotated[object, not_yet("another checkpoint writer")] = None
+    hybrid_engine: Annotated[object, not_yet("training and generation in turns")] = None
+
+
+class PrecisionSections(Section):
+    """Number formats."""
+
     fp16: Fp16 | None = None
     bf16: Bf16 | None = None
     bfloat16: Bf16 | None = None
     amp: Amp | None = None
     torch_autocast: TorchAutocast | None = None
-    fp8: Annotated[object, not_yet()] = None
     data_types: DataTypes | None = None
-    communication_data_type: Annotated[
-        str | None,
-        honoured(dtype, fine=("float32", "bfloat16"), say='float16 needs loss scaling; use "bf16" or "fp32"'),
-    ] = None
-    seq_parallel_communication_data_type: NoEffect = None
-    gradient_clipping: Annotated[float | Auto | None, honoured(real(auto=True))] = None
-    prescale_gradients: OffSwitch = None
-    gradient_predivide_factor: Annotated[float | None, not_yet(real(), fine=(1.0,))] = None
-    gradient_allreduce_op: Annotated[
-        str | None, honoured(word("mean", "sum", "avg"), fine=("mean", "avg"), say='gradients are averaged; use "mean"')
-    ] = None
-    sparse_gradients: OffSwitch = None
+
+
+class OtherSections(Section):
+    """What else is an object of its own."""
+
     compile: Compile | None = None
     checkpoint: Checkpoint | None = None
 
-    steps_per_print: NoEffect = None
-    wall_clock_breakdown: Annotated[bool | None, no_effect(flag())] = None
-    dump_state: Annotated[bool | None, no_effect(flag())] = None
-    memory_breakdown: Annotated[bool | None, no_effect(flag())] = None
-    log_level: NoEffect = None
-    timers: NoEffect = None
-    dataloader_drop_last: Annotated[bool | None, no_effect(flag())] = None
-    disable_allgather: Annotated[bool | None, no_effect(flag())] = None
-    disable_python_gc: Annotated[bool | None, no_effect(flag())] = None
-    vocabulary_size: NoEffect = None
-    comms_logger: Annotated[object, no_effect(known=("enabled", "prof_all", "prof_ops", "verbose", "debug"))] = None
-    comms_config: Annotated[object, no_effect(known=("comms_logger",))] = None
-    monitor_config: Annotated[
-        object, no_effect(known=("enabled", "tensorboard", "wandb", "comet", "csv_monitor", "tag"))
-    ] = None
-    tensorboard: Annotated[object, no_effect(known=_MONITOR)] = None
-    wandb: Annotated[object, no_effect(known=_MONITOR)] = None
-    comet: Annotated[object, no_effect(known=_MONITOR)] = None
-    csv_monitor: Annotated[object, no_effect(known=_MONITOR)] = None
-    flops_profiler: Annotated[
-        object,
-        no_effect(
-            known=(
-                "enabled",
-                "profile_step",
-                "module_depth",
-                "top_modules",
-                "detailed",
-                "output_file",
-                "recompute_fwd_factor",
-            )  # fmt: skip
-        ),
-    ] = None
-    autotuning: NoEffect = None
-    activation_checkpointing: Annotated[
-        object,
-        no_effect(
-            say="activation_checkpointing does nothing for Hugging Face models: use --gradient_checkpointing",
-            known=(
-                "partition_activations",
-                "cpu_checkpointing",
-                "contiguous_memory_optimization",
-                "number_checkpoints",
-                "synchronize_checkpoint_boundary",
-                "profile",
-            ),  # fmt: skip
-        ),
-    ] = None
-    aio: Annotated[
-        object,
-        no_effect(
-            known=(
-                "block_size",
-                "queue_depth",
-                "thread_count",
-                "intra_op_parallelism",
-                "single_submit",
-                "overlap_events",
-                "use_gds",
-            )  # fmt: skip
-        ),
-    ] = None
-    zero_state: NoEffect = None
 
-    tensor_parallel: Annotated[object, not_yet()] = None
-    expert_parallel: Annotated[object, not_yet()] = None
-    use_data_before_expert_parallelism: OffSwitch = None
-    pipeline: Annotated[object, not_yet()] = None
-    sequence_parallel_size: Annotated[int | None, not_yet(whole(), fine=(0, 1))] = None
-    sparse_attention: Annotated[object, not_yet()] = None
-    data_efficiency: Annotated[object, not_yet()] = None
-    curriculum_learning: Annotated[object, not_yet()] = None
-    compression_training: Annotated[object, not_yet()] = None
-    weight_quantization: Annotated[object, not_yet()] = None
-    elasticity: Annotated[object, not_yet()] = None
-    nebula: Annotated[object, not_yet()] = None
-    hybrid_engine: Annotated[object, not_yet()] = None
-    gradient_compression: Annotated[object, not_yet()] = None
+class TrainingSections(Section):
+    """ZeRO, optimizer and scheduler."""
+
+    zero_optimization: Zero | None = None
+    optimizer: Optimizer | None = None
+    scheduler: Scheduler | None = None
+
+
+class DeepSpeedConfig(
+    FutureKeys, OtherSections, MonitoringKeys, TrainingSections, PrecisionSections, GradientKeys, BatchKeys
+):
+    """A whole DeepSpeed JSON; made by ``load_config``.
+
+    ``source`` is the file's name for messages; ``notes`` what was taken without being understood.
+    """
 
     _source: str = PrivateAttr(default="the DeepSpeed config")
     _notes: tuple[str, ...] = PrivateAttr(default=())
@@ -268,5 +249,5 @@ class DeepSpeedConfig(Section):
 
     @property
     def precision(self) -> Bf16 | None:
-        """The ``bf16`` section, under its present or its old name ``bfloat16``."""
+        """The ``bf16`` section, under its present or its old name ``bfloat16``; never are both given."""
         return self.bf16 or self.bfloat16

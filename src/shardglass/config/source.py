@@ -4,14 +4,16 @@ Owns everything that needs the text. Leaves the meaning of the keys to ``section
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from shardglass.errors import ConfigError
-from shardglass.json_text import likely_cause, read_text
+from shardglass.json_text import is_text, likely_cause, read_text
 
 Json = dict[str, object]
 
@@ -26,7 +28,7 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Json, 
         ConfigError: The file cannot be read, is no JSON, holds a key twice, or is no object.
     """
     if isinstance(source, Mapping):
-        return _mapping(source), "the DeepSpeed config"
+        return _cleaned(source, "the DeepSpeed config"), "the DeepSpeed config"
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return parse(source, "the DeepSpeed config"), "the DeepSpeed config"
     if not isinstance(source, str | PathLike):
@@ -51,20 +53,20 @@ def parse(text: str, name: str) -> Json:
         raise ConfigError(f"{name}: {error}") from None
     if not isinstance(tree, _Pairs):
         raise ConfigError(f"{name}: the file holds no JSON object; a DeepSpeed config begins with {{")
-    faults: list[str] = []
-    plain = _object(tree, "", text, faults)
-    if faults:
-        raise ConfigError(f"{name}:\n" + "\n".join(f"  {fault}" for fault in faults))
-    return plain
+    return _cleaned(tree, name, text)
 
 
 class _Pairs:
     """An object of the JSON as its pairs, so that a key given twice is not lost."""
 
-    __slots__ = ("items",)
+    __slots__ = ("pairs",)
 
-    def __init__(self, items: list[tuple[str, object]]) -> None:
-        self.items = items
+    def __init__(self, pairs: list[tuple[str, object]]) -> None:
+        self.pairs = pairs
+
+    def items(self) -> list[tuple[str, object]]:
+        """The pairs, as a mapping has them."""
+        return self.pairs
 
 
 class _Constant(str):
@@ -73,27 +75,51 @@ class _Constant(str):
     __slots__ = ()
 
 
-def _object(pairs: _Pairs, path: str, text: str, faults: list[str]) -> Json:
-    plain: Json = {}
-    for key, value in pairs.items:
-        here = f"{path}.{key}" if path else key
-        if key.startswith("_"):
-            continue
-        if key in plain:
-            faults.append(f"{here}: given twice{_lines_of(key, text)}; JSON would keep the last one, remove one")
-        plain[key] = _value(value, here, text, faults)
-    return plain
+@dataclass(slots=True, kw_only=True)
+class _Cleaner:
+    """Copies a tree without comment keys, and keeps what JSON does not have as faults."""
 
+    text: str = ""
+    faults: list[str] = field(default_factory=list)
 
-def _value(value: object, path: str, text: str, faults: list[str]) -> object:
-    if isinstance(value, _Pairs):
-        return _object(value, path, text, faults)
-    if isinstance(value, list):
-        return [_value(item, f"{path}[{index}]", text, faults) for index, item in enumerate(value)]
-    if isinstance(value, _Constant):
-        faults.append(f"{path}: {value} is not a JSON number; write a finite number")
+    def copied(self, node: Mapping[Any, object] | _Pairs, path: str) -> Json:
+        """Copy an object; keys that begin with an underscore are comments."""
+        plain: Json = {}
+        for key, value in node.items():
+            here = f"{path}.{_seen(str(key))}" if path else _seen(str(key))
+            if not isinstance(key, str):
+                self.faults.append(f"{here}: a key must be a string, not {type(key).__name__}")
+                continue
+            if key.startswith("_"):
+                continue
+            if not is_text(key):
+                self.faults.append(f"{here}: this key holds half of a surrogate pair, which is no text")
+            if key in plain:
+                twice = f"given twice{_lines_of(key, self.text)}"
+                self.faults.append(f"{here}: {twice}; JSON would keep the last one, remove one")
+            plain[str(key)] = self.copied_value(value, here)
+        return plain
+
+    def copied_value(self, value: object, path: str) -> object:
+        """Copy a value."""
+        if isinstance(value, Mapping | _Pairs):
+            return self.copied(value, path)
+        if isinstance(value, list | tuple):
+            return [self.copied_value(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        if isinstance(value, _Constant) or (isinstance(value, float) and not math.isfinite(value)):
+            self.faults.append(f"{path} is {value}; it must be a finite number")
+        elif isinstance(value, str) and not is_text(value):
+            self.faults.append(f"{path}: holds half of a surrogate pair, which is no text")
+        elif value is not None and not isinstance(value, str | int | float):
+            self.faults.append(f"{path}: is a value of type {type(value).__name__}, which JSON does not have")
+        else:
+            return value
         return None
-    return value
+
+
+def _seen(key: str) -> str:
+    """A key as messages show it: what is no text is escaped."""
+    return key.encode("utf-8", "backslashreplace").decode()
 
 
 def _lines_of(key: str, text: str) -> str:
@@ -105,25 +131,20 @@ def _lines_of(key: str, text: str) -> str:
     return f" (lines {first} and {second})"
 
 
-def _mapping(source: Mapping[Any, object]) -> Json:
-    faults: list[str] = []
+def _cleaned(node: Mapping[Any, object] | _Pairs, name: str, text: str = "") -> Json:
+    """The tree without comments.
+
+    Raises:
+        ConfigError: Every fault of its keys and values.
+    """
+    cleaner = _Cleaner(text=text)
     try:
-        plain = _plain(source, "", faults)
+        plain = cleaner.copied(node, "")
     except RecursionError:
-        raise ConfigError("the DeepSpeed config: nested too deeply, or contains itself") from None
-    if faults:
-        raise ConfigError("the DeepSpeed config:\n" + "\n".join(f"  {fault}" for fault in faults))
-    return plain
-
-
-def _plain(source: Mapping[Any, object], path: str, faults: list[str]) -> Json:
-    plain: Json = {}
-    for key, value in source.items():
-        here = f"{path}.{key}" if path else str(key)
-        if not isinstance(key, str):
-            faults.append(f"{here}: a key must be a string, not {type(key).__name__}")
-        elif not key.startswith("_"):
-            plain[key] = _plain(value, here, faults) if isinstance(value, Mapping) else value
+        raise ConfigError(f"{name}: nested too deeply to be a DeepSpeed config, or contains itself") from None
+    if cleaner.faults:
+        count = "1 fault" if len(cleaner.faults) == 1 else f"{len(cleaner.faults)} faults"
+        raise ConfigError(f"{name}: {count}\n" + "\n".join(f"  {fault}" for fault in cleaner.faults))
     return plain
 
 

@@ -7,58 +7,63 @@ Owns the tables ``OPTIMIZERS`` and ``SCHEDULERS`` and the two sections' schema. 
 from dataclasses import dataclass
 from typing import Annotated
 
-from shardglass.config.keys import (
-    Auto,
-    NoEffect,
-    OffSwitch,
-    Section,
-    adam_betas,
-    flag,
-    honoured,
-    not_yet,
-    real,
-    whole,
-    word,
-)
+from shardglass.config.keys import Section, honoured, no_effect, not_yet, off
+from shardglass.config.readers import Auto, adam_betas, flag, real, whole, word
+
+_KERNEL = "the fused kernel is always used where torch has one"
 
 
 class OptimizerParams(Section):
-    """``optimizer.params`` of all types; ``OPTIMIZERS`` says which type takes which."""
+    """``optimizer.params``; which type takes which is told under ``type``."""
 
-    lr: Annotated[float | Auto | None, honoured(real(auto=True))] = None
-    betas: Annotated[tuple[float, float] | Auto | None, honoured(adam_betas)] = None
-    eps: Annotated[float | Auto | None, honoured(real(auto=True))] = None
-    weight_decay: Annotated[float | Auto | None, honoured(real(auto=True))] = None
-    adam_w_mode: Annotated[bool | None, honoured(flag())] = None
-    torch_adam: Annotated[bool | None, honoured(flag())] = None
-    amsgrad: Annotated[bool | None, honoured(flag())] = None
-    momentum: Annotated[float | None, honoured(real())] = None
-    dampening: Annotated[float | None, honoured(real())] = None
-    nesterov: Annotated[bool | None, honoured(flag())] = None
-    lr_decay: Annotated[float | None, honoured(real())] = None
-    initial_accumulator_value: Annotated[float | None, honoured(real())] = None
-    bias_correction: Annotated[bool | None, not_yet(flag(), fine=(True,))] = None
-    maximize: OffSwitch = None
-    capturable: OffSwitch = None
-    differentiable: OffSwitch = None
-    foreach: NoEffect = None
-    fused: NoEffect = None
-    set_grad_none: NoEffect = None
-    fp32_optimizer_states: NoEffect = None
-    max_grad_norm: Annotated[object, not_yet(fine=(), say="DeepSpeed refuses it too; use gradient_clipping")] = None
+    lr: Annotated[float | Auto | None, honoured("learning rate", real(auto=True))] = None
+    betas: Annotated[tuple[float, float] | Auto | None, honoured("Adam's two decay rates", adam_betas)] = None
+    eps: Annotated[float | Auto | None, honoured("added to the denominator", real(auto=True))] = None
+    weight_decay: Annotated[float | Auto | None, honoured("weight decay, of biases and norms too", real(auto=True))] = (
+        None
+    )
+    adam_w_mode: Annotated[
+        bool | None, honoured("whether the type Adam decouples weight decay; AdamW always does", flag())
+    ] = None
+    torch_adam: Annotated[
+        bool | None, honoured("a missing weight_decay is then torch's own; the kernel is torch's anyway", flag())
+    ] = None
+    amsgrad: Annotated[bool | None, honoured("the AMSGrad variant of Adam", flag())] = None
+    momentum: Annotated[float | None, honoured("momentum of SGD", real())] = None
+    dampening: Annotated[float | None, honoured("dampening of SGD's momentum", real())] = None
+    nesterov: Annotated[bool | None, honoured("Nesterov's momentum of SGD", flag())] = None
+    lr_decay: Annotated[float | None, honoured("decay of Adagrad's rate", real())] = None
+    initial_accumulator_value: Annotated[float | None, honoured("start of Adagrad's sums", real())] = None
+    bias_correction: Annotated[
+        bool | None, not_yet("Adam without bias correction when false", flag(), fine=(True,))
+    ] = None
+    maximize: Annotated[bool | None, off("climb instead of descend")] = None
+    capturable: Annotated[bool | None, off("for CUDA graphs")] = None
+    differentiable: Annotated[bool | None, off("differentiate through the step")] = None
+    foreach: Annotated[object, no_effect(_KERNEL)] = None
+    fused: Annotated[object, no_effect(_KERNEL)] = None
+    set_grad_none: Annotated[object, no_effect("gradients are always dropped after a step")] = None
+    fp32_optimizer_states: Annotated[object, no_effect("optimizer states are always float32")] = None
+    max_grad_norm: Annotated[
+        object, not_yet("clipping", fine=(), say="DeepSpeed refuses it too; use gradient_clipping")
+    ] = None
 
 
 class SchedulerParams(Section):
-    """``scheduler.params`` of all types; ``SCHEDULERS`` says which type takes which."""
+    """``scheduler.params``; which type takes which is told under ``type``."""
 
-    warmup_min_lr: Annotated[float | Auto | None, honoured(real(auto=True))] = None
-    warmup_max_lr: Annotated[float | Auto | None, honoured(real(auto=True))] = None
-    warmup_num_steps: Annotated[int | Auto | None, honoured(whole(auto=True))] = None
-    total_num_steps: Annotated[int | Auto | None, honoured(whole(low=1, auto=True))] = None
-    warmup_min_ratio: Annotated[float | None, honoured(real(high=1.0))] = None
-    cos_min_ratio: Annotated[float | None, honoured(real(high=1.0))] = None
-    warmup_type: Annotated[str | None, honoured(word("log", "linear"))] = None
-    last_batch_iteration: Annotated[int | None, not_yet(whole(low=-1), fine=(-1,))] = None
+    warmup_min_lr: Annotated[float | Auto | None, honoured("rate at the start of the warm-up", real(auto=True))] = None
+    warmup_max_lr: Annotated[float | Auto | None, honoured("rate at the end of the warm-up", real(auto=True))] = None
+    warmup_num_steps: Annotated[int | Auto | None, honoured("steps of the warm-up", whole(auto=True))] = None
+    total_num_steps: Annotated[
+        int | Auto | None, honoured("steps until the end of the decay", whole(low=1, auto=True))
+    ] = None
+    warmup_min_ratio: Annotated[
+        float | None, honoured("start of the warm-up as a share of the rate", real(high=1.0))
+    ] = None
+    cos_min_ratio: Annotated[float | None, honoured("end of the cosine as a share of the rate", real(high=1.0))] = None
+    warmup_type: Annotated[str | None, honoured("log or linear warm-up", word("log", "linear"))] = None
+    last_batch_iteration: Annotated[int | None, not_yet("start in the middle", whole(low=-1), fine=(-1,))] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +124,15 @@ class Optimizer(Section):
 
     type: Annotated[
         str | None,
-        honoured(word(*OPTIMIZERS), fine=_supported(OPTIMIZERS), say="use " + ", ".join(_supported(OPTIMIZERS))),
+        honoured(
+            "the optimizer's class; one group holds all parameters",
+            word(*OPTIMIZERS),
+            fine=_supported(OPTIMIZERS),
+            say="use " + ", ".join(_supported(OPTIMIZERS)),
+        ),
     ] = None
     params: OptimizerParams | None = None
-    legacy_fusion: OffSwitch = None
+    legacy_fusion: Annotated[bool | None, off("an old fused kernel")] = None
 
 
 class Scheduler(Section):
@@ -130,6 +140,11 @@ class Scheduler(Section):
 
     type: Annotated[
         str | None,
-        honoured(word(*SCHEDULERS), fine=_supported(SCHEDULERS), say="use " + ", ".join(_supported(SCHEDULERS))),
+        honoured(
+            "how the learning rate goes; wins over --lr_scheduler_type",
+            word(*SCHEDULERS),
+            fine=_supported(SCHEDULERS),
+            say="use " + ", ".join(_supported(SCHEDULERS)),
+        ),
     ] = None
     params: SchedulerParams | None = None

@@ -29,9 +29,9 @@ def fill_batch(config: DeepSpeedConfig, filler: Filler, world_size: int) -> Batc
         if micro_fixed and accum_fixed:
             _contradiction(filler, train, (micro, accumulation, world_size))
         elif micro_fixed:
-            accumulation = _divided(filler, _ACCUMULATION[0], train, (micro, world_size))
+            accumulation = _divided(filler, _ACCUMULATION, train, (micro, world_size))
         else:
-            micro = _divided(filler, _MICRO[0], train, (accumulation, world_size))
+            micro = _divided(filler, _MICRO, train, (accumulation, world_size))
     filler.put("train_batch_size", train, source)
     return BatchNumbers(micro=micro, accumulation=accumulation, world_size=world_size, train=train)
 
@@ -54,14 +54,15 @@ def _contradiction(filler: Filler, train: int, factors: tuple[int, int, int]) ->
         )
 
 
-def _divided(filler: Filler, key: str, train: int, factors: tuple[int, int]) -> int:
+def _divided(filler: Filler, names: tuple[str, str], train: int, factors: tuple[int, int]) -> int:
     product = factors[0] * factors[1]
+    key, flag = names
     if train % product:
-        other = "accumulation" if key == _MICRO[0] else "micro-batch"
+        other = "accumulation" if names == _MICRO else "micro-batch"
         filler.faults.append(
             f"train_batch_size is {train}, which {other} × world size = {factors[0]} × {factors[1]} = {product} "
             f"does not divide; {key} cannot be derived"
         )
         return 1
-    filler.put(key, train // product, "derived")
+    filler.put(key, train // product, "derived", flag=flag)
     return train // product

@@ -7,7 +7,7 @@ wins.
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shardglass.config.keys import show
+from shardglass.config.readers import show
 from shardglass.errors import ConfigError
 from shardglass.resolve.values import ResolvedValue, RunArguments, Source, Used
 
@@ -36,13 +36,18 @@ class Filler:
         self.pending: list[str] = []
         self.notes: list[str] = []
 
-    def put(self, key: str, value: object, source: Source, used: Used = "honoured") -> None:
-        """Record a value for the table."""
-        self.values[key] = ResolvedValue(key=key, value=value, source=source, used=used)
+    def put(self, key: str, value: object, source: Source, used: Used = "honoured", *, flag: str | None = None) -> None:
+        """Record a value for the table; ``flag`` is the argument that fills ``auto`` and a missing key."""
+        name = None if flag is None else f"--{flag}"
+        self.values[key] = ResolvedValue(key=key, value=value, source=source, used=used, flag=name)
 
     def gave(self, *flags: str) -> bool:
         """Tell whether the user gave one of ``flags``."""
         return not self.args.explicit.isdisjoint(flags)
+
+    def put_flag(self, key: str, value: object, *flags: str) -> None:
+        """Record a value that only flags decide."""
+        self.put(key, value, "flag" if self.gave(*flags) else "default", flag=", --".join(flags))
 
     def take(
         self, key: str, json_value: float | str | None, flag: str, flag_value: float, missing: float | None = None
@@ -59,11 +64,11 @@ class Filler:
         given = self.gave(flag)
         if json_value is None or isinstance(json_value, str):  # the schema lets no string but auto through
             value = missing if missing is not None and json_value is None and not given else flag_value
-            self.put(key, value, "flag" if given else "default")
+            self.put(key, value, "flag" if given else "default", flag=flag)
             return value
         if given and json_value != flag_value:
             self.contradict(key, json_value, f"--{flag}", flag_value)
-        self.put(key, json_value, "json")
+        self.put(key, json_value, "json", flag=flag)
         return json_value
 
     def own(self, key: str, json_value: T | None, missing: T) -> T:
@@ -77,10 +82,10 @@ class Filler:
         row = Contradiction(key=key, json_value=_plain(json_value), flag=flag, flag_value=_plain(flag_value))
         self.contradictions.append(row)
 
-    def wait(self, key: str) -> None:
+    def wait(self, key: str, flag: str | None = None) -> None:
         """Keep a key whose value is not known yet."""
         self.pending.append(key)
-        self.put(key, None, "derived")
+        self.put(key, None, "derived", flag=flag)
 
     def finish(self, *, final: bool) -> None:
         """Raise what was found.

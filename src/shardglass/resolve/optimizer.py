@@ -38,6 +38,7 @@ def fill_optimizer(config: DeepSpeedConfig, filler: Filler) -> OptimizerSpec | N
     """Decide the optimizer's values; None when the config leaves it to the Trainer."""
     section = config.optimizer
     if section is None or section.type is None:
+        _put_trainers_own(filler)
         return None
     filler.put("optimizer.type", section.type, "json")
     params = section.params or OptimizerParams()
@@ -58,10 +59,28 @@ def fill_optimizer(config: DeepSpeedConfig, filler: Filler) -> OptimizerSpec | N
     return spec
 
 
+def _put_trainers_own(filler: Filler) -> None:
+    """Record what the Trainer makes its optimizer from."""
+    args = filler.args
+    optim = str.__str__(args.optim)  # an Enum of strings in transformers
+    filler.put_flag("optimizer.type", optim, "optim")
+    filler.put_flag(f"{_PARAMS}lr", args.learning_rate, "learning_rate")
+    filler.put_flag(f"{_PARAMS}weight_decay", args.weight_decay, "weight_decay")
+    if "adam" in optim:
+        filler.put_flag(f"{_PARAMS}betas", (args.adam_beta1, args.adam_beta2), "adam_beta1", "adam_beta2")
+        filler.put_flag(f"{_PARAMS}eps", args.adam_epsilon, "adam_epsilon")
+
+
 def _adam(section: Optimizer, params: OptimizerParams, filler: Filler) -> OptimizerSpec:
     """Adam and AdamW; DeepSpeed: the type AdamW is always decoupled, Adam unless ``adam_w_mode`` is false."""
-    kind: Literal["AdamW", "Adam"] = "Adam" if section.type == "Adam" and params.adam_w_mode is False else "AdamW"
-    missing = _MISSING["torch AdamW" if params.torch_adam and kind == "AdamW" else "Adam"]
+    decoupled = filler.own(f"{_PARAMS}adam_w_mode", params.adam_w_mode, missing=True)
+    if section.type == "AdamW" and not decoupled:
+        decoupled = True
+        filler.put(f"{_PARAMS}adam_w_mode", decoupled, "derived")
+        filler.notes.append("adam_w_mode false does nothing to the type AdamW, as in DeepSpeed: write the type Adam")
+    kind: Literal["AdamW", "Adam"] = "AdamW" if decoupled else "Adam"
+    torch_adam = filler.own(f"{_PARAMS}torch_adam", params.torch_adam, missing=False)
+    missing = _MISSING["torch AdamW" if torch_adam and decoupled else "Adam"]
     lr, weight_decay = _lr_and_decay(params, filler, missing)
     return OptimizerSpec(
         type=kind,
@@ -70,7 +89,7 @@ def _adam(section: Optimizer, params: OptimizerParams, filler: Filler) -> Optimi
         weight_decay=weight_decay,
         betas=_betas(params, filler),
         eps=float(filler.take(f"{_PARAMS}eps", params.eps, "adam_epsilon", filler.args.adam_epsilon, missing.eps)),
-        amsgrad=bool(params.amsgrad),
+        amsgrad=filler.own(f"{_PARAMS}amsgrad", params.amsgrad, missing=False),
     )
 
 
@@ -82,8 +101,8 @@ def _sgd(params: OptimizerParams, filler: Filler) -> OptimizerSpec:
         lr=lr,
         weight_decay=weight_decay,
         momentum=filler.own(f"{_PARAMS}momentum", params.momentum, 0.0),
-        dampening=params.dampening or 0.0,
-        nesterov=bool(params.nesterov),
+        dampening=filler.own(f"{_PARAMS}dampening", params.dampening, 0.0),
+        nesterov=filler.own(f"{_PARAMS}nesterov", params.nesterov, missing=False),
     )
     if spec.nesterov and (spec.momentum == 0.0 or spec.dampening != 0.0):
         filler.faults.append(f"{_PARAMS}nesterov needs a momentum above 0 and a dampening of 0")
@@ -99,8 +118,10 @@ def _adagrad(params: OptimizerParams, filler: Filler) -> OptimizerSpec:
         lr=lr,
         weight_decay=weight_decay,
         eps=float(filler.take(f"{_PARAMS}eps", params.eps, "adam_epsilon", filler.args.adam_epsilon, missing.eps)),
-        lr_decay=params.lr_decay or 0.0,
-        initial_accumulator_value=params.initial_accumulator_value or 0.0,
+        lr_decay=filler.own(f"{_PARAMS}lr_decay", params.lr_decay, 0.0),
+        initial_accumulator_value=filler.own(
+            f"{_PARAMS}initial_accumulator_value", params.initial_accumulator_value, 0.0
+        ),
     )
 
 
@@ -116,13 +137,12 @@ def _betas(params: OptimizerParams, filler: Filler) -> tuple[float, float]:
     """Decide both rates; each is held against its own flag, because each has one."""
     args, key = filler.args, f"{_PARAMS}betas"
     if params.betas is None or isinstance(params.betas, str):
-        given = filler.gave("adam_beta1", "adam_beta2")
         # the flags' defaults are DeepSpeed's too, so a missing key needs no table
-        filler.put(key, (args.adam_beta1, args.adam_beta2), "flag" if given else "default")
+        filler.put_flag(key, (args.adam_beta1, args.adam_beta2), "adam_beta1", "adam_beta2")
         return (args.adam_beta1, args.adam_beta2)
     flags = (("adam_beta1", args.adam_beta1), ("adam_beta2", args.adam_beta2))
     for index, (flag, value) in enumerate(flags):
         if filler.gave(flag) and params.betas[index] != value:
             filler.contradict(f"{key}[{index}]", params.betas[index], f"--{flag}", value)
-    filler.put(key, params.betas, "json")
+    filler.put(key, params.betas, "json", flag="adam_beta1, --adam_beta2")
     return params.betas

@@ -12,6 +12,8 @@ _PARAMS = "scheduler.params."
 _WARMUP_STEPS = 1000  # DeepSpeed's default
 _DECAY_MAX_LR = 0.001  # DeepSpeed's default for WarmupDecayLR; WarmupLR takes the optimizer's rate
 _COS_MIN_RATIO = 0.0001
+_WARMUP_FLAGS = ("warmup_steps", "warmup_ratio")
+_WARMUP_FLAG = ", --".join(_WARMUP_FLAGS)
 
 
 def fill_scheduler(config: DeepSpeedConfig, filler: Filler, lr: float) -> SchedulerSpec | None:
@@ -24,6 +26,7 @@ def fill_scheduler(config: DeepSpeedConfig, filler: Filler, lr: float) -> Schedu
     """
     section = config.scheduler
     if section is None or section.type is None:
+        _put_trainers_own(filler)
         return None
     kind = cast("SchedulerType", section.type)  # the schema lets no other type through
     filler.put("scheduler.type", kind, "json")
@@ -53,6 +56,12 @@ def fill_scheduler(config: DeepSpeedConfig, filler: Filler, lr: float) -> Schedu
     return spec
 
 
+def _put_trainers_own(filler: Filler) -> None:
+    """Record what the Trainer makes its scheduler from; a number of steps that is not known yet is left open."""
+    filler.put_flag("scheduler.type", filler.args.lr_scheduler_type, "lr_scheduler_type")
+    filler.put_flag(f"{_PARAMS}warmup_num_steps", warmup_steps_of(filler.args), *_WARMUP_FLAGS)
+
+
 def _min_lr(params: SchedulerParams, filler: Filler) -> float:
     auto = params.warmup_min_lr == AUTO
     value = 0.0 if auto or params.warmup_min_lr is None else float(params.warmup_min_lr)
@@ -67,28 +76,28 @@ def _max_lr(kind: SchedulerType, params: SchedulerParams, filler: Filler, lr: fl
     missing = lr if kind == "WarmupLR" else _DECAY_MAX_LR
     value = float(filler.take(key, params.warmup_max_lr, "learning_rate", flag_value, missing))
     if not given and value == lr and (params.warmup_max_lr is None or params.warmup_max_lr == AUTO):
-        filler.put(key, value, "derived")
+        filler.put(key, value, "derived", flag="learning_rate")
     return value
 
 
 def _warmup_steps(params: SchedulerParams, filler: Filler) -> int | None:
     key, json_value = f"{_PARAMS}warmup_num_steps", params.warmup_num_steps
-    given, flag_steps = filler.gave("warmup_steps", "warmup_ratio"), warmup_steps_of(filler.args)
+    given, flag_steps = filler.gave(*_WARMUP_FLAGS), warmup_steps_of(filler.args)
     if json_value is None and not given:
-        filler.put(key, _WARMUP_STEPS, "default")
+        filler.put(key, _WARMUP_STEPS, "default", flag=_WARMUP_FLAG)
         return _WARMUP_STEPS
     if json_value is None or isinstance(json_value, str):
         if flag_steps is None:
-            filler.wait(key)
+            filler.wait(key, _WARMUP_FLAG)
             return None
         steps = max(1, flag_steps)  # transformers fills 1 where there is no warm-up
         exact = given and filler.args.warmup_steps >= 1
-        filler.put(key, steps, "flag" if exact else "derived" if given else "default")
+        filler.put(key, steps, "flag" if exact else "derived" if given else "default", flag=_WARMUP_FLAG)
         return steps
     if given and flag_steps is not None and max(1, flag_steps) != max(1, json_value):
         flag = "--warmup_steps" if filler.args.warmup_steps else "--warmup_ratio"
         filler.contradict(key, json_value, flag, f"{flag_steps} steps")
-    filler.put(key, json_value, "json")
+    filler.put(key, json_value, "json", flag=_WARMUP_FLAG)
     return json_value
 
 
@@ -100,15 +109,15 @@ def _total_steps(kind: SchedulerType, params: SchedulerParams, filler: Filler) -
     given = filler.gave("max_steps") and args.max_steps > 0
     if isinstance(json_value, str):
         if args.steps is None:
-            filler.wait(key)
+            filler.wait(key, "max_steps")
         else:
-            filler.put(key, args.steps, "flag" if given else "derived")
+            filler.put(key, args.steps, "flag" if given else "derived", flag="max_steps")
         return args.steps
     if given and json_value != args.max_steps:
         filler.contradict(key, json_value, "--max_steps", args.max_steps)
     elif args.steps is not None and json_value != args.steps:
         filler.notes.append(f"the scheduler ends its decay at step {json_value}, the run has {args.steps} steps")
-    filler.put(key, json_value, "json")
+    filler.put(key, json_value, "json", flag="max_steps")
     return json_value
 
 

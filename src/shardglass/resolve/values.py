@@ -15,10 +15,12 @@ Source = Literal["json", "flag", "derived", "default"]
 
 Used = Literal["honoured", "no effect"]
 
+_ENGINE = EngineOptions()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunArguments:
-    """The training arguments that a config can refer to; defaults are those of transformers' TrainingArguments.
+    """The training arguments that a config or the engine refers to; defaults are those of ZeroTrainingArguments.
 
     Attributes:
         per_device_train_batch_size: Sequences of a micro-batch on one rank.
@@ -36,7 +38,11 @@ class RunArguments:
         bf16: Compute in bfloat16 (``--bf16`` or ``--bf16_full_eval``).
         fp16: Compute in float16 (``--fp16`` or ``--fp16_full_eval``).
         hidden_size: Width of the model once it is known; None until then.
-        lr_scheduler_type: The Trainer's scheduler, for the note on which of the two wins.
+        optim: The Trainer's optimizer, for a run whose config has no ``optimizer`` section.
+        lr_scheduler_type: The Trainer's scheduler, for a run whose config has no ``scheduler`` section.
+        skip_nonfinite: Skip a step whose gradient is inf or nan on any rank.
+        max_skipped_steps: Skipped steps in a row after which the run stops.
+        collective_timeout_s: Seconds after which a collective that did not end is an error.
         explicit: Names of the arguments that the user gave, as above; plus "stage".
     """
 
@@ -55,7 +61,11 @@ class RunArguments:
     bf16: bool = False
     fp16: bool = False
     hidden_size: int | None = None
+    optim: str = "adamw_torch_fused"
     lr_scheduler_type: str = "linear"
+    skip_nonfinite: bool = _ENGINE.skip_nonfinite
+    max_skipped_steps: int = _ENGINE.max_skipped_steps
+    collective_timeout_s: float = _ENGINE.collective_timeout_s
     explicit: frozenset[str] = frozenset()
 
     @property
@@ -135,16 +145,18 @@ class ResolvedValue:
     """One row of the table that a run shows.
 
     Attributes:
-        key: Dotted path in the config.
-        value: The value that counts; None while it is not known.
+        key: Dotted path in the config; for what no config can say, the flag.
+        value: The value that counts; None while it is not known, and where an ``auto`` stands for nothing.
         source: Where it came from.
         used: Whether it decides anything here.
+        flag: The argument that fills ``auto`` and a missing key; None if there is none.
     """
 
     key: str
     value: object
     source: Source
     used: Used
+    flag: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +164,7 @@ class Resolved:
     """All that a config and the flags decide.
 
     Attributes:
+        origin: The config's file name, or "the command line" if there is no config.
         options: Options of the engine.
         param_dtype: torch's name of the dtype the model computes in: "bfloat16" or "float32".
         batch: Batch numbers.
@@ -167,6 +180,7 @@ class Resolved:
             ``resolve`` was called with ``final=False``.
     """
 
+    origin: str
     options: EngineOptions
     param_dtype: str
     batch: BatchNumbers

@@ -1,0 +1,76 @@
+"""The engine's options, filled: stage, precision, dtypes of gradients, skipped steps, what else the engine is told.
+
+Owns these values and their rows in the table. What neither config nor flag gives keeps the engine's own default.
+"""
+
+from dataclasses import replace
+
+from shardglass.config import DeepSpeedConfig, stage_fault
+from shardglass.config.precision import Bf16, DataTypes, Fp16
+from shardglass.options import EngineOptions
+from shardglass.resolve.filler import Filler
+
+
+def fill_stage(config: DeepSpeedConfig | None, filler: Filler, stage: int | None) -> int:
+    """Decide the stage; a config without one means stage 0, as in DeepSpeed."""
+    key = "zero_optimization.stage"
+    json_value = config.zero_optimization.stage if config and config.zero_optimization else None
+    if json_value is not None and stage is not None and stage != json_value:
+        filler.contradict(key, json_value, "--stage", stage)
+    missing = 0 if config else EngineOptions().stage
+    number = next(value for value in (json_value, stage, missing) if value is not None)
+    if json_value is not None:
+        filler.put(key, number, "json", flag="zero_stage")
+    else:
+        filler.put(key, number, "default" if stage is None else "flag", flag="zero_stage")
+    fault = stage_fault("--stage" if json_value is None else key, number)
+    if fault:
+        filler.faults.append(fault)
+    return number
+
+
+def fill_precision(config: DeepSpeedConfig, filler: Filler) -> bool:
+    """Decide both switches; return whether the model computes in bfloat16."""
+    args = filler.args
+    if filler.take("fp16.enabled", (config.fp16 or Fp16()).enabled, "fp16", args.fp16):
+        filler.faults.append("--fp16: float16 needs loss scaling, which is not supported yet; use --bf16")
+    section = config.precision or Bf16()
+    return bool(filler.take(f"{_bf16_name(config)}.enabled", section.enabled, "bf16", args.bf16))
+
+
+def fill_options(config: DeepSpeedConfig, filler: Filler, *, stage: int, bf16: bool) -> EngineOptions:
+    """Decide the engine's options.
+
+    Args:
+        config: The config.
+        filler: Collects values and contradictions.
+        stage: The stage as decided; one that cannot run is a fault already, and leaves the default here.
+        bf16: Whether the model computes in bfloat16.
+    """
+    args, engine = filler.args, EngineOptions()
+    param_dtype = "bfloat16" if bf16 else "float32"
+    overflow = (config.precision or Bf16()).check_grad_overflow
+    check_key = f"{_bf16_name(config)}.check_grad_overflow"
+    accum_dtype = (config.data_types or DataTypes()).grad_accum_dtype
+    filler.own("communication_data_type", config.communication_data_type, param_dtype)
+    filler.put_flag("--max_skipped_steps", args.max_skipped_steps, "max_skipped_steps")
+    filler.put_flag("--collective_timeout_s", args.collective_timeout_s, "collective_timeout_s")
+    filler.own("gradient_allreduce_op", config.gradient_allreduce_op, "mean")
+    return replace(
+        engine,
+        stage=engine.stage if stage_fault("stage", stage) else stage,
+        param_dtype=param_dtype,
+        reduce_dtype=config.communication_data_type or engine.reduce_dtype,
+        accum_dtype=filler.own("data_types.grad_accum_dtype", accum_dtype, engine.accum_dtype),
+        skip_nonfinite=bool(filler.take(check_key, overflow, "skip_nonfinite", args.skip_nonfinite)),
+        max_skipped_steps=args.max_skipped_steps,
+        collective_timeout_s=args.collective_timeout_s,
+        allow_any_optimizer=filler.own(
+            "zero_allow_untested_optimizer", config.zero_allow_untested_optimizer, engine.allow_any_optimizer
+        ),
+    )
+
+
+def _bf16_name(config: DeepSpeedConfig) -> str:
+    """The name under which the file gives the section."""
+    return "bfloat16" if config.bf16 is None and config.bfloat16 is not None else "bf16"
