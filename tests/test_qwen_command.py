@@ -101,7 +101,7 @@ def test_the_qwen_command_trains_shows_its_summary_and_saves_a_plain_model(input
     # 24 samples, 2 ranks x 2 x 4 = 16 a step, the last step of each of the 2 epochs is short.
     assert text.count("'grad_norm'") == 4
     assert "weight decay" in text
-    assert "--save_strategy steps" in text
+    assert (tmp_path / "out" / "checkpoint-4").is_dir()  # the Trainer also saves at the last step
     assert "WarmupLR" in text
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
@@ -110,6 +110,9 @@ def test_the_qwen_command_trains_shows_its_summary_and_saves_a_plain_model(input
     moved = (model.lm_head.weight.float() - start.lm_head.weight).abs().max()
     assert 0 < moved < 1e-3
     assert not (tmp_path / "out" / "checkpoint-1000").exists()
+    rows = {row["key"]: row for row in json.loads((tmp_path / "out" / "shardglass_config.json").read_text())["values"]}
+    assert (rows["scheduler.params.warmup_num_steps"]["value"], rows["optimizer.params.lr"]["value"]) == (1, 1e-5)
+    assert (rows["train_batch_size"]["value"], rows["zero_optimization.stage"]["source"]) == (16, "json")
 
 
 def test_zero3_and_lora_are_a_clear_not_yet(inputs, tmp_path):

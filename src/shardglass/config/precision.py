@@ -34,7 +34,10 @@ class Fp16(Section):
 
 
 class Bf16(Section):
-    """``bf16``, or ``bfloat16`` as it was called; only one of the two may be given."""
+    """``bf16``, or ``bfloat16`` as it was called.
+
+    Only one of the two may be given.
+    """
 
     enabled: Annotated[
         bool | Auto | None, honoured("compute in bfloat16, beside float32 master weights", flag(auto=True))

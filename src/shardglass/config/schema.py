@@ -96,7 +96,7 @@ def _walk(model: type[Section], path: KeyPath) -> Iterator[KnownKey]:
 def _heading(model: type[Section], name: str) -> str:
     """The first line of the docstring of the class that declares the field."""
     owner = next((cls for cls in reversed(model.__mro__) if name in cls.__dict__.get("__annotations__", {})), model)
-    return (owner.__doc__ or "").partition("\n")[0].rstrip(".")
+    return (owner.__doc__ or "").partition("\n")[0].rstrip(".").replace("``", "`")
 
 
 def _paths(model: type[Section], path: KeyPath) -> Iterator[KeyPath]:

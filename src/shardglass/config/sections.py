@@ -26,7 +26,8 @@ class BatchKeys(Section):
     """Batch."""
 
     train_batch_size: Annotated[
-        int | Auto | None, honoured("sequences of an optimizer step, over all ranks", whole(low=1, auto=True))
+        int | Auto | None,
+        honoured("sequences of an optimizer step: micro-batch × accumulation × ranks", whole(low=1, auto=True)),
     ] = None
     train_micro_batch_size_per_gpu: Annotated[
         int | Auto | None, honoured("sequences of a micro-batch on one rank", whole(low=1, auto=True))
@@ -48,7 +49,7 @@ class GradientKeys(Section):
     communication_data_type: Annotated[
         str | None,
         honoured(
-            "dtype in which gradients travel",
+            "dtype in which gradients travel; the model's if missing",
             dtype,
             fine=("float32", "bfloat16"),
             say='float16 needs loss scaling; use "bf16" or "fp32"',

@@ -14,7 +14,10 @@ _KERNEL = "the fused kernel is always used where torch has one"
 
 
 class OptimizerParams(Section):
-    """``optimizer.params``; which type takes which is told under ``type``."""
+    """``optimizer.params`` of all types.
+
+    ``OPTIMIZERS`` says which type takes which.
+    """
 
     lr: Annotated[float | Auto | None, honoured("learning rate", real(auto=True))] = None
     betas: Annotated[tuple[float, float] | Auto | None, honoured("Adam's two decay rates", adam_betas)] = None
@@ -50,10 +53,15 @@ class OptimizerParams(Section):
 
 
 class SchedulerParams(Section):
-    """``scheduler.params``; which type takes which is told under ``type``."""
+    """``scheduler.params`` of all types.
+
+    ``SCHEDULERS`` says which type takes which.
+    """
 
     warmup_min_lr: Annotated[float | Auto | None, honoured("rate at the start of the warm-up", real(auto=True))] = None
-    warmup_max_lr: Annotated[float | Auto | None, honoured("rate at the end of the warm-up", real(auto=True))] = None
+    warmup_max_lr: Annotated[
+        float | Auto | None, honoured("rate at the end of the warm-up; derived: the optimizer's rate", real(auto=True))
+    ] = None
     warmup_num_steps: Annotated[int | Auto | None, honoured("steps of the warm-up", whole(auto=True))] = None
     total_num_steps: Annotated[
         int | Auto | None, honoured("steps until the end of the decay", whole(low=1, auto=True))

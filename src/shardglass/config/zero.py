@@ -8,7 +8,9 @@ from typing import Annotated
 
 from shardglass.config.keys import Section, honoured, no_effect, not_yet, off
 from shardglass.config.readers import Auto, flag, stage_number, whole, word
+from shardglass.options import RUNNABLE_STAGES
 
+_RUNNABLE = ", ".join(str(stage) for stage in RUNNABLE_STAGES)
 _NO_OFFLOAD = 'set it to "none" or drop the section'
 _OFFLOAD = "there is no offload yet"
 _STAGE_3 = "for parameters that are sharded, as in stage 3"
@@ -67,7 +69,7 @@ class OffloadParam(Section):
 class AllStages(Section):
     """``zero_optimization``."""
 
-    stage: Annotated[int | None, honoured("the ZeRO stage", stage_number)] = None
+    stage: Annotated[int | None, honoured(f"the ZeRO stage; {_RUNNABLE} run", stage_number)] = None
     reduce_bucket_size: Annotated[
         int | Auto | None, no_effect("gradients are reduced unit by unit", whole(low=1, auto=True))
     ] = None

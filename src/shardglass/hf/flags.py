@@ -70,6 +70,9 @@ class EngineFlags:
     collective_timeout_s: float = _flag(
         _ENGINE.collective_timeout_s, "Seconds after which a collective that did not end is an error."
     )
+    logging_nan_inf_filter: bool = _flag(
+        default=False, help_text="Leave losses that are nan or inf out of the log, as transformers does by default."
+    )
     allow_unknown_config: bool = _flag(
         default=False, help_text="Leave unknown keys of the config out with a note, instead of refusing them."
     )

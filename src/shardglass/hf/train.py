@@ -17,11 +17,12 @@ import transformers
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardglass.errors import ShardglassError
+from shardglass.errors import ConfigError, ShardglassError
 from shardglass.hf.arguments import Command, parse_command
 from shardglass.hf.checkpoints import check_resume
 from shardglass.hf.data import ConversationDataset, DataOptions, build_collator, build_dataset, load_conversations
 from shardglass.hf.load import check_model_path, load_config_of, load_model, load_tokenizer, prepare_for_training
+from shardglass.hf.run_log import NonFiniteLossCallback, ResolvedConfigCallback
 from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
 from shardglass.report.terminal import render_summary
@@ -66,7 +67,8 @@ def _train(command: Command, trainer: ZeroTrainer, console: Console | None) -> N
         for note in notes:
             console.print(f"note: {note}", highlight=False, markup=False)
     callback = SummaryCallback(trainer, notes)
-    trainer.add_callback(callback)
+    for each in (callback, ResolvedConfigCallback(trainer), NonFiniteLossCallback(trainer)):
+        trainer.add_callback(each)
     trainer.train()
     trainer.save_model()
     summary = callback.summary()
@@ -90,6 +92,8 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
         lazy=data_args.lazy_preprocess,
         skip_bad_records=data_args.skip_bad_records,
     )
+    if Path(str(training.output_dir)).is_file():
+        raise ConfigError(f"--output_dir: {training.output_dir} is a file; give a folder")
     check_model_path(model_args.model_name_or_path)
     where: dict[str, Any] = {
         "cache_dir": model_args.cache_dir,

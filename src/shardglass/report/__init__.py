@@ -1,5 +1,6 @@
-"""What a run tells its user: the values of the summary, and their form in a terminal. Loads no torch."""
+"""What a run tells its user: summary and resolved config, as values, as JSON and in a terminal. Loads no torch."""
 
+from shardglass.report.config_table import config_json, render_config
 from shardglass.report.cuts import CutRow, cut_rows
 from shardglass.report.dtypes import DtypeRow, dtype_rows
 from shardglass.report.summary import (
@@ -26,8 +27,10 @@ __all__ = [
     "Progress",
     "RatePoint",
     "RunSummary",
+    "config_json",
     "cut_rows",
     "dtype_rows",
     "memory_account",
+    "render_config",
     "render_summary",
 ]

@@ -75,7 +75,7 @@ def _max_lr(kind: SchedulerType, params: SchedulerParams, filler: Filler, lr: fl
     flag_value = filler.args.learning_rate if given else lr
     missing = lr if kind == "WarmupLR" else _DECAY_MAX_LR
     value = float(filler.take(key, params.warmup_max_lr, "learning_rate", flag_value, missing))
-    if not given and value == lr and (params.warmup_max_lr is None or params.warmup_max_lr == AUTO):
+    if not given and (params.warmup_max_lr == AUTO or (params.warmup_max_lr is None and kind == "WarmupLR")):
         filler.put(key, value, "derived", flag="learning_rate")
     return value
 
