@@ -104,6 +104,17 @@ def test_all_bad_records_are_reported_at_once_and_a_long_list_ends_in_a_count(tm
     assert lines[-1] == "  and 5 more"
 
 
+def test_a_key_given_twice_in_a_record_is_a_bad_record_in_json_and_in_json_lines(tmp_path):
+    turns = '[{"from": "user", "value": "q"}, {"from": "gpt", "value": "r", "value": "s"}]'
+    twice = f'{{"id": "x", "conversations": {turns}}}'
+    message = fault(save(tmp_path, f"[{json.dumps(GOOD)}, {twice}]"))
+    assert message.splitlines()[1:] == ["  record 1 (id 'x'): holds the key 'value' twice in one object; keep one"]
+    message = fault(save(tmp_path, f"{json.dumps(GOOD)}\n{twice}", "data.jsonl"))
+    assert message.splitlines()[1:] == [
+        "  record 1 (line 2, id 'x'): holds the key 'value' twice in one object; keep one"
+    ]
+
+
 def test_skip_bad_records_goes_on_without_them_and_says_how_many_on_the_main_rank(tmp_path, caplog):
     path = save(tmp_path, [3, GOOD, {"messages": []}])
     loaded = load_conversations(path, skip_bad_records=True)
@@ -195,3 +206,4 @@ def test_a_folder_other_bytes_than_text_and_an_impossible_path_are_refused(tmp_p
     path.write_bytes('["é"]'.encode("latin-1"))
     assert "not UTF-8 text (byte 2" in fault(path)
     assert "cannot be read" in fault("a\0b")
+    assert "cannot be read: [Errno 36] File name too long" in fault("x" * 5000)

@@ -1,5 +1,7 @@
 """The table of resolved values: every key that decides something has a row with its value and its origin."""
 
+import re
+
 import pytest
 
 from shardglass.config import Status, known_keys, load_config
@@ -113,3 +115,56 @@ def test_what_the_flags_tell_the_engine_is_in_its_options():
     rows = rows_of({"bfloat16": {"enabled": True}}, args)
     assert (rows["bfloat16.check_grad_overflow"].value, rows["bfloat16.check_grad_overflow"].source) == (False, "flag")
     assert "bf16.enabled" not in rows
+
+
+def test_every_kind_of_contradiction_is_a_row_with_both_values_and_the_flag():
+    source = {
+        "train_micro_batch_size_per_gpu": "4",
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": "1e0",
+        "bf16": {"enabled": True, "check_grad_overflow": True},
+        "fp16": {"enabled": False},
+        "optimizer": {"type": "Adam", "params": {"lr": "1e-4", "eps": 1e-8, "weight_decay": 0, "betas": [0.9, 0.99]}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": "100"}},
+        "zero_optimization": {"stage": 2},
+    }
+    args = given(
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=4,
+        max_grad_norm=0.5,
+        bf16=False,
+        fp16=True,
+        skip_nonfinite=False,
+        learning_rate=2e-5,
+        adam_epsilon=1e-6,
+        weight_decay=0.1,
+        adam_beta1=0.8,
+        warmup_steps=20,
+        max_steps=200,
+    )
+    with pytest.raises(ConfigError) as caught:
+        rows_of(source, args, stage=1)
+    head, titles, *lines = str(caught.value).splitlines()
+    assert head.startswith("the DeepSpeed config contradicts the command line in 13 values; ")
+    assert re.split(r"  +", titles.strip()) == ["key", "JSON", "flag", "flag's value"]
+    assert {line.split()[0]: line.split()[1:] for line in lines} == {
+        "zero_optimization.stage": ["2", "--stage", "1"],
+        "fp16.enabled": ["false", "--fp16", "true"],
+        "bf16.enabled": ["true", "--bf16", "false"],
+        "bf16.check_grad_overflow": ["true", "--skip_nonfinite", "false"],
+        "train_micro_batch_size_per_gpu": ["4", "--per_device_train_batch_size", "8"],
+        "gradient_accumulation_steps": ["2", "--gradient_accumulation_steps", "4"],
+        "gradient_clipping": ["1.0", "--max_grad_norm", "0.5"],
+        "optimizer.params.lr": ["0.0001", "--learning_rate", "2e-05"],
+        "optimizer.params.weight_decay": ["0.0", "--weight_decay", "0.1"],
+        "optimizer.params.betas[0]": ["0.9", "--adam_beta1", "0.8"],
+        "optimizer.params.eps": ["1e-08", "--adam_epsilon", "1e-06"],
+        "scheduler.params.warmup_num_steps": ["10", "--warmup_steps", "20", "steps"],
+        "scheduler.params.total_num_steps": ["100", "--max_steps", "200"],
+    }
+
+
+def test_what_is_equal_or_was_not_given_contradicts_nothing():
+    source = {"train_batch_size": "32", "gradient_clipping": 0.7, "optimizer": {"type": "AdamW", "params": {"lr": 1}}}
+    rows = rows_of(source, given(per_device_train_batch_size=8, gradient_accumulation_steps=2, learning_rate=1.0))
+    assert (rows["train_batch_size"].value, rows["gradient_clipping"].value) == (32, 0.7)

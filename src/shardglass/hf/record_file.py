@@ -29,7 +29,11 @@ def read_records_text(path: Path) -> str:
     Raises:
         DataError: It cannot be read; a missing one names the nearest file beside it.
     """
-    return read_text(path, DataError, missing="" if path.exists() else _neighbour(path))
+    try:
+        missing = "" if path.exists() else _neighbour(path)
+    except OSError:  # a name too long, a folder that may not be looked into: reading says so
+        missing = ""
+    return read_text(path, DataError, missing=missing)
 
 
 def _neighbour(path: Path) -> str:
@@ -55,7 +59,10 @@ def split_records(text: str, name: str) -> list[RawRecord]:
         raise DataError(f"{name}: the file is empty; give it a JSON list of records, or one record a line")
     if _is_lines(text, name):
         return _lines(text)
-    value = _parse(text, name)
+    reader = _Reader()
+    value = reader.read(text)
+    if isinstance(value, ValueError | RecursionError):
+        raise DataError(f"{name}: not valid JSON: {_fault(text, value, None)}")
     if isinstance(value, dict):
         if not {"conversations", "messages"} & value.keys():
             lists = [key for key, entry in value.items() if isinstance(entry, list)]
@@ -64,7 +71,10 @@ def split_records(text: str, name: str) -> list[RawRecord]:
         value = [value]
     if not isinstance(value, list):
         raise DataError(f"{name}: the file holds {kind_of(value)}, not a list of records")
-    return [RawRecord(place=_place(index, None, record), value=record) for index, record in enumerate(value)]
+    return [
+        RawRecord(place=_place(index, None, record), value=record, fault=reader.fault_of(record))
+        for index, record in enumerate(value)
+    ]
 
 
 def _is_lines(text: str, name: str) -> bool:
@@ -73,8 +83,8 @@ def _is_lines(text: str, name: str) -> bool:
     first, _, rest = start.partition("\n")
     if name.lower().endswith(_LINES_SUFFIXES):
         # A list saved under such a name is still a list, unless more follows it.
-        return not start.startswith("[") or (bool(rest.strip()) and isinstance(_try(first), list))
-    return start.startswith("{") and bool(rest.strip()) and isinstance(_try(first), dict)
+        return not start.startswith("[") or (bool(rest.strip()) and isinstance(_Reader().read(first), list))
+    return start.startswith("{") and bool(rest.strip()) and isinstance(_Reader().read(first), dict)
 
 
 def _lines(text: str) -> list[RawRecord]:
@@ -84,8 +94,9 @@ def _lines(text: str) -> list[RawRecord]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        value = _try(line)
-        fault = None
+        reader = _Reader()
+        value = reader.read(line)
+        fault = reader.fault_of(value)
         if isinstance(value, ValueError | RecursionError):
             fault = _fault(line, value, number)
         elif isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
@@ -94,19 +105,35 @@ def _lines(text: str) -> list[RawRecord]:
     return raws
 
 
-def _try(text: str) -> object:
-    """Return the JSON value, or the error."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError also for whole numbers of too many digits
-        return error
+class _Reader:
+    """Reads one JSON text, and remembers objects that hold a key twice: Python would keep the last one unsaid."""
 
+    def __init__(self) -> None:
+        self._twice: dict[int, tuple[dict[str, object], str]] = {}  # by id; the objects are kept, so ids stay theirs
 
-def _parse(text: str, name: str) -> object:
-    value = _try(text)
-    if isinstance(value, ValueError | RecursionError):
-        raise DataError(f"{name}: not valid JSON: {_fault(text, value, None)}")
-    return value
+    def read(self, text: str) -> object:
+        """Return the JSON value, or the error."""
+        try:
+            return json.loads(text, object_pairs_hook=self._object)
+        except (ValueError, RecursionError) as error:  # ValueError also for whole numbers of too many digits
+            return error
+
+    def fault_of(self, record: object) -> str | None:
+        """Say which key a record holds twice in one object; None if there is none."""
+        rest = [record] if self._twice else []
+        while rest:  # no recursion: a record may be nested as deeply as the parser allows
+            value = rest.pop()
+            if id(value) in self._twice:
+                return f"holds the key {self._twice[id(value)][1]!r} twice in one object; keep one"
+            rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return None
+
+    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            keys = [key for key, _ in pairs]
+            self._twice[id(made)] = (made, next(key for key in keys if keys.count(key) > 1))
+        return made
 
 
 def _place(index: int, line: int | None, record: object) -> str:
