@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardglass.config import known_keys, load_config
 from shardglass.errors import ConfigError
+from shardglass.report import config_json
 from shardglass.resolve import RunArguments, resolve
 
 TESTS = Path(__file__).parents[1]
@@ -143,9 +144,8 @@ def plain(value):
 
 
 def outcome(source):
-    """What a run shows of a config: its table and its notes."""
-    run = resolve(load_config(source), ARGUMENTS, world_size=2)
-    return repr(run.values), run.notes
+    """What a run shows of a config: its table and its notes, as they are saved beside it."""
+    return config_json(resolve(load_config(source), ARGUMENTS, world_size=2))
 
 
 def read_or_refused(read, source):
