@@ -1,5 +1,6 @@
 """Loading the DeepSpeed JSON: what is understood, and every fault with its message."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -124,6 +125,8 @@ def test_json_text_and_paths_give_the_same_config(tmp_path):
     expected = load_config(json.loads(text)).model_dump()
     assert [load_config(source).model_dump() for source in (text, path, str(path))] == [expected] * 3
     assert load_config(path).source == str(path)
+    assert load_config(base64.urlsafe_b64encode(text.encode()).decode()).model_dump() == expected
+    assert "there is no such file" in faults_of("abcd")  # valid base64, but of no JSON
 
 
 BROKEN_JSON = [
@@ -330,6 +333,16 @@ def test_given_keys_carry_their_status():
         "steps_per_print": Status.NO_EFFECT,
         "prescale_gradients": Status.NOT_YET,
     }
+
+
+def test_keys_of_loss_scaling_may_stand_in_bf16_and_a_computed_bucket_size_need_not_be_whole():
+    source = {
+        "bf16": {"enabled": True, "auto_cast": False, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
+        "zero_optimization": {"stage3_prefetch_bucket_size": 0.9 * 768 * 768},
+    }
+    config = load_config(source)
+    assert config.zero_optimization.stage3_prefetch_bucket_size == 0.9 * 768 * 768
+    assert {row.status for row in given_keys(config) if row.key != "bf16.enabled"} == {Status.NO_EFFECT}
 
 
 def test_null_counts_as_absent():

@@ -6,6 +6,7 @@ from shardglass.config.keys import Section, honoured, no_effect, not_yet, off
 from shardglass.config.readers import AUTO, Auto, anything, dtype, flag, real, whole
 
 _SCALING = "there is no loss scaling yet"
+_RANGE = "a key of fp16; bfloat16 needs no loss scaling"
 _APEX = "apex is not used here; use bf16"
 _CASTS = "only parameters are cast; nothing is cast on the way"
 
@@ -48,6 +49,12 @@ class Bf16(Section):
     immediate_grad_update: Annotated[
         bool | None, no_effect("a gradient is always taken up as soon as it is there", flag())
     ] = None
+    auto_cast: Annotated[bool | None, no_effect(_CASTS, flag())] = None
+    loss_scale: Annotated[float | None, no_effect(_RANGE, real())] = None
+    initial_scale_power: Annotated[int | None, no_effect(_RANGE, whole())] = None
+    loss_scale_window: Annotated[int | None, no_effect(_RANGE, whole())] = None
+    hysteresis: Annotated[int | None, no_effect(_RANGE, whole())] = None
+    min_loss_scale: Annotated[float | None, no_effect(_RANGE, real())] = None
     bf16_master_weights_and_grads: Annotated[bool | None, off("master weights in bfloat16")] = None
     bf16_optimizer_states: Annotated[bool | None, off("optimizer states in bfloat16")] = None
 

@@ -3,6 +3,7 @@
 Owns everything that needs the text. Leaves the meaning of the keys to ``sections``.
 """
 
+import base64
 import json
 import math
 import re
@@ -22,19 +23,31 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Json, 
     """Return the JSON object, without comment keys, and the name to use in messages.
 
     Args:
-        source: A path, the JSON text itself (a string that begins with a brace), or a nested mapping.
+        source: A path, the JSON text itself (a string that begins with a brace) or its base64, or a nested mapping.
 
     Raises:
         ConfigError: The file cannot be read, is no JSON, holds a key twice, or is no object.
     """
     if isinstance(source, Mapping):
         return _cleaned(source, "the DeepSpeed config"), "the DeepSpeed config"
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return parse(source, "the DeepSpeed config"), "the DeepSpeed config"
+    text = _text_itself(source) if isinstance(source, str) else None
+    if text is not None:
+        return parse(text, "the DeepSpeed config"), "the DeepSpeed config"
     if not isinstance(source, str | PathLike):
         raise ConfigError(f"a DeepSpeed config is a path or a mapping, not {type(source).__name__}")
     missing = f"; the path counts from {Path.cwd()}"
     return parse(read_text(Path(source), ConfigError, missing=missing), str(source)), str(source)
+
+
+def _text_itself(source: str) -> str | None:
+    """JSON text given in place of a path, plain or in base64 as launchers pass it; None if it is a path."""
+    if source.lstrip().startswith("{"):
+        return source
+    try:
+        text = base64.b64decode(source, altchars=b"-_", validate=True).decode()
+    except ValueError:
+        return None
+    return text if text.lstrip().startswith("{") else None
 
 
 def parse(text: str, name: str) -> Json:

@@ -7,7 +7,7 @@ their prefix; see ``TWINS``.
 from typing import Annotated
 
 from shardglass.config.keys import Section, honoured, no_effect, not_yet, off
-from shardglass.config.readers import Auto, flag, stage_number, whole, word
+from shardglass.config.readers import Auto, flag, real, stage_number, whole, word
 from shardglass.options import RUNNABLE_STAGES
 
 _RUNNABLE = ", ".join(str(stage) for stage in RUNNABLE_STAGES)
@@ -126,7 +126,7 @@ class StageThree(Section):
 
     stage3_max_live_parameters: Annotated[int | None, no_effect(_STAGE_3, whole())] = None
     stage3_max_reuse_distance: Annotated[int | None, no_effect(_STAGE_3, whole())] = None
-    stage3_prefetch_bucket_size: Annotated[int | Auto | None, no_effect(_STAGE_3, whole(auto=True))] = None
+    stage3_prefetch_bucket_size: Annotated[float | Auto | None, no_effect(_STAGE_3, real(auto=True))] = None
     stage3_param_persistence_threshold: Annotated[int | Auto | None, no_effect(_STAGE_3, whole(auto=True))] = None
     stage3_model_persistence_threshold: Annotated[int | None, no_effect(_STAGE_3, whole())] = None
     stage3_module_granularity_threshold: Annotated[int | None, no_effect(_STAGE_3, whole())] = None
@@ -143,7 +143,7 @@ class SecondNames(Section):
 
     max_live_parameters: Annotated[int | None, no_effect(_ALIAS, whole())] = None
     max_reuse_distance: Annotated[int | None, no_effect(_ALIAS, whole())] = None
-    prefetch_bucket_size: Annotated[int | Auto | None, no_effect(_ALIAS, whole(auto=True))] = None
+    prefetch_bucket_size: Annotated[float | Auto | None, no_effect(_ALIAS, real(auto=True))] = None
     param_persistence_threshold: Annotated[int | Auto | None, no_effect(_ALIAS, whole(auto=True))] = None
     model_persistence_threshold: Annotated[int | None, no_effect(_ALIAS, whole())] = None
     module_granularity_threshold: Annotated[int | None, no_effect(_ALIAS, whole())] = None
