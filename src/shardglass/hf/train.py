@@ -22,7 +22,8 @@ from shardglass.hf.arguments import Command, parse_command
 from shardglass.hf.checkpoints import check_resume
 from shardglass.hf.data import ConversationDataset, DataOptions, build_collator, build_dataset, load_conversations
 from shardglass.hf.load import check_model_path, load_config_of, load_model, load_tokenizer, prepare_for_training
-from shardglass.hf.run_log import NonFiniteLossCallback, ResolvedConfigCallback
+from shardglass.hf.losses import NonFiniteLossCallback
+from shardglass.hf.resolved_file import ResolvedConfigCallback
 from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
 from shardglass.report.terminal import render_summary

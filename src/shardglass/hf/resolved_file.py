@@ -1,14 +1,12 @@
-"""What a run leaves beside its summary: the resolved config in a file, and losses that are nan in the log.
+"""The resolved config as a file beside the run.
 
-Owns two callbacks. Leaves the table to ``report.config_table``, the summary to ``summary``.
+Owns when and where it is written. Leaves the table to ``report.config_table``.
 """
 
 import os
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import TrainerCallback
 
 from shardglass.errors import ConfigError
@@ -41,20 +39,3 @@ class ResolvedConfigCallback(TrainerCallback):
             os.replace(beside, folder / CONFIG_FILE)
         except OSError as error:
             raise ConfigError(f"--output_dir: {folder} cannot be written to: {error}") from None
-
-
-class NonFiniteLossCallback(TrainerCallback):
-    """Shows a loss that is nan or inf in the steps it belongs to, and in no later ones.
-
-    The Trainer empties its sum of losses by taking it from itself, and nan - nan is nan: without
-    ``logging_nan_inf_filter`` one bad step would make the logged loss of every later step nan.
-    """
-
-    def __init__(self, trainer: ZeroMixin) -> None:
-        self._trainer: Any = trainer
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Runs behind the Trainer's own emptying; a log without a training loss emptied nothing."""
-        total = getattr(self._trainer, "_tr_loss", None)
-        if "loss" in (kwargs.get("logs") or {}) and isinstance(total, Tensor) and not bool(torch.isfinite(total)):
-            total.zero_()

@@ -14,7 +14,8 @@ from transformers import TrainingArguments
 
 from shardglass import ConfigError, ZeroTrainer, ZeroTrainingArguments
 from shardglass.hf.data import PadToLongest
-from shardglass.hf.run_log import CONFIG_FILE, NonFiniteLossCallback, ResolvedConfigCallback
+from shardglass.hf.losses import NonFiniteLossCallback
+from shardglass.hf.resolved_file import CONFIG_FILE, ResolvedConfigCallback
 from shardglass.hf.trainer import run_arguments
 from shardglass.resolve import RunArguments
 
