@@ -360,6 +360,13 @@ class Gradients:
         self.finish_round()
         self.forget()
 
+    def abandon(self) -> None:
+        """End the round of a backward that broke off, or did not begin, on every rank; collective."""
+        self.open_round()
+        self._round_is_local = False
+        self.finish_round()
+        self.micro_batch = 0
+
     def forget(self) -> None:
         """What is accumulated does not count any more."""
         for bucket in self.buckets:

@@ -187,6 +187,30 @@ class Handle:
         """Forget every gradient since the last step, as ``optimizer.zero_grad()`` and ``model.zero_grad()`` do."""
         self._parts.runtime.clear()
 
+    def compile_units(self, **options: Any) -> int:
+        """Compile the forward of every block with ``torch.compile``, so that reductions still overlap backward.
+
+        A whole model compiled by ``torch.compile(model)`` trains right too, cut at every block; what lies between the
+        cuts is compiled.
+
+        Args:
+            options: Of ``torch.compile``, such as ``backend``, ``mode`` and ``dynamic``.
+
+        Returns:
+            The number of blocks; 0 if the model has none.
+        """
+        self._check_open()
+        return self._parts.runtime.compile_units(**options)
+
+    def abandon_step(self) -> None:
+        """Forget the gradients of a step that failed on every rank, out of memory for instance; collective.
+
+        Ranks may have failed at different places of backward: what one has reduced already, all reduce.
+        """
+        self._check_open()
+        self._parts.grads.abandon()
+        self._parts.runtime.clear()
+
     def wait(self) -> None:
         """Make sure raw reads of parameters see the last step; forwards and ``state_dict()`` do this by themselves."""
         self._parts.runtime.wait_params()

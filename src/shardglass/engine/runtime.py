@@ -7,6 +7,10 @@ Owns every hook on the user's model and optimizer, and the gathers in flight. Le
 the first INNER backward under reentrant checkpointing. So it is queued from a gradient hook on the root module's
 outputs, which runs in the outer backward. A loss that does not come from the root's forward has no such hook; its
 round is ended by the next thing that needs it: clipping, the step, the next forward.
+
+[Note: compile] Hooks start and await collectives, which no graph can hold, so they are kept out of tracing: a compiled
+whole model is cut at each of them. ``compile_units`` compiles the forward of each block instead, with the hooks
+outside.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +51,8 @@ class Runtime:
         self._trainable = {name: p.requires_grad for name, p in self._params.items()}
         self._addresses = {name: p.data_ptr() for name, p in self._params.items()}
         self._hooks: list[Any] = []
+        self._blocks = [module for unit in units if unit.is_block for module in unit.modules]
+        self._compiled: list[tuple[nn.Module, Any]] = []  # with the forward of its own that a block had, or None
         grads.on_total(shards.show)
         self._hook_model(units)
         self._hook_gradients()
@@ -65,17 +71,17 @@ class Runtime:
                 # A head read without its forward, as fused losses do, must be there once the blocks are through.
                 for module in units[k - 1].modules:
                     add(module.register_forward_hook(self._waiter_after(unit.name)))
-        add(model.register_forward_pre_hook(lambda module, args: self._before_forward()))
-        add(model.register_forward_hook(lambda module, args, output: self._watch_outputs(output)))
+        add(model.register_forward_pre_hook(_untraced(lambda module, args: self._before_forward())))
+        add(model.register_forward_hook(_untraced(lambda module, args, output: self._watch_outputs(output))))
         add(model.register_state_dict_pre_hook(lambda *a: self.wait_params()))
         add(model.register_load_state_dict_pre_hook(lambda *a, **k: self.wait_params()))
         add(model.register_load_state_dict_post_hook(lambda module, keys: self.params_changed()))
 
     def _waiter(self, unit: str) -> Callable[..., None]:
-        return lambda module, args: self.wait_unit(unit)
+        return _untraced(lambda module, args: self.wait_unit(unit))
 
     def _waiter_after(self, unit: str) -> Callable[..., None]:
-        return lambda module, args, output: self.wait_unit(unit)
+        return _untraced(lambda module, args, output: self.wait_unit(unit))
 
     def _hook_gradients(self) -> None:
         """Two hooks a trainable parameter: one before a gradient is accumulated, one after."""
@@ -87,8 +93,25 @@ class Runtime:
     def _taker(self, bucket: Bucket, k: int) -> Callable[[Tensor], None]:
         return lambda param: self._grads.arrive(bucket, k, param)  # type: ignore[arg-type]
 
+    def compile_units(self, **options: Any) -> int:
+        """Compile the forward of every block, see [Note: compile]; returns how many there are."""
+        self._restore_forwards()
+        for module in self._blocks:
+            self._compiled.append((module, vars(module).get("forward")))
+            module.forward = torch.compile(module.forward, **options)
+        return len(self._compiled)
+
+    def _restore_forwards(self) -> None:
+        """Give compiled blocks their own forward back."""
+        for module, own in self._compiled:
+            del module.forward
+            if own is not None:
+                module.forward = own
+        self._compiled.clear()
+
     def remove(self) -> None:
-        """Take every hook and placeholder off."""
+        """Take every hook, compiled forward and placeholder off."""
+        self._restore_forwards()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -253,6 +276,12 @@ class Runtime:
             if buffer.state_range != (0, buffer.layout.numel):
                 pending = self._comm.gather(buffer.index, buffer.layout.key, buffer.whole)
                 self._gathers.setdefault(buffer.layout.unit, []).append(pending)
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep a hook out of torch.compile's graphs."""
+    kept: Callable[..., None] = torch.compiler.disable(hook)
+    return kept
 
 
 def _tensors_in(value: object) -> list[Tensor]:

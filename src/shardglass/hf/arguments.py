@@ -22,6 +22,7 @@ from typing import Any, get_args
 import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from shardglass.errors import ConfigError, InvariantError, suggestion
 from shardglass.hf.flags import (
@@ -33,6 +34,7 @@ from shardglass.hf.flags import (
     early_faults,
     faults_error,
     flags_error,
+    optim_fault,
     range_faults,
 )
 from shardglass.hf.help import show_help
@@ -179,7 +181,7 @@ def parse_command(argv: Sequence[str], *, defaults: Mapping[str, object] = _NOTH
     if scanned.wants_help:
         show_help()
         raise SystemExit(0)
-    faults = [*scanned.faults, *early_faults(scanned.values), *_choice_faults(scanned)]
+    faults = [*scanned.faults, *early_faults(scanned.values), *_choice_faults(scanned), *_optim_faults(scanned)]
     if faults:
         raise flags_error(faults)
     notes = [*scanned.notes, *_lora_notes(scanned)]
@@ -221,6 +223,15 @@ def _choice_faults(scanned: Scanned) -> list[str]:
             except ValueError as error:
                 faults.append(f"--{declared.name}: not JSON: {error}")
     return faults
+
+
+def _optim_faults(scanned: Scanned) -> list[str]:
+    """Refuse an optimizer of transformers that cannot be sharded, by its name."""
+    optim = scanned.values.get("optim")
+    if not isinstance(optim, str) or optim not in [member.value for member in OptimizerNames]:
+        return []  # absent, or told by _choice_faults
+    fault = optim_fault(optim)
+    return [f"--{fault}"] if fault is not None else []
 
 
 def _lora_notes(scanned: Scanned) -> list[str]:

@@ -94,6 +94,23 @@ class LaunchArguments:
     log_dir: str | None = _flag(None, "Folder for the launcher's logs.")
 
 
+SHARDABLE_OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+"""Values of ``--optim`` whose update of one element reads that element alone, and which keep plain fp32 states."""
+
+
+def optim_fault(optim: str) -> str | None:
+    """Say why an ``--optim`` of transformers cannot be used; None if it can.
+
+    A name that transformers does not know either is left to its own message.
+    """
+    if optim in SHARDABLE_OPTIMS:
+        return None
+    return (
+        f"optim {optim} cannot be sharded: its update needs whole matrices, or its states are packed in blocks; use "
+        f"one of {', '.join(SHARDABLE_OPTIMS)}"
+    )
+
+
 LABEL_POLICIES = ("assistant", "qwen")
 """Values of ``--label_policy``; what they mean is told in ``labels``."""
 

@@ -22,7 +22,6 @@ from shardglass.hf.arguments import Command, parse_command
 from shardglass.hf.checkpoints import check_resume
 from shardglass.hf.data import ConversationDataset, DataOptions, build_collator, build_dataset, load_conversations
 from shardglass.hf.load import check_model_path, load_config_of, load_model, load_tokenizer, prepare_for_training
-from shardglass.hf.losses import NonFiniteLossCallback
 from shardglass.hf.resolved_file import ResolvedConfigCallback
 from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
@@ -68,7 +67,7 @@ def _train(command: Command, trainer: ZeroTrainer, console: Console | None) -> N
         for note in notes:
             console.print(f"note: {note}", highlight=False, markup=False)
     callback = SummaryCallback(trainer, notes)
-    for each in (callback, ResolvedConfigCallback(trainer), NonFiniteLossCallback(trainer)):
+    for each in (callback, ResolvedConfigCallback(trainer)):
         trainer.add_callback(each)
     trainer.train()
     trainer.save_model()

@@ -9,9 +9,11 @@ as prepared (the one attribute of ours on a user's object) and the Accelerator i
 since only parameters are cast. Everything else is a documented Trainer method.
 """
 
+import itertools
 import logging
 import math
 import os
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from transformers import TrainerCallback
@@ -29,11 +32,19 @@ from shardglass.engine.handle import Handle, shard
 from shardglass.errors import ConfigError, UsageError
 from shardglass.hf.arguments import ZeroTrainingArguments, check_plain_arguments
 from shardglass.hf.checkpoints import CheckpointMixin
+from shardglass.hf.flags import optim_fault
+from shardglass.hf.losses import NonFiniteLossCallback
 from shardglass.hf.schedule import ConfigSchedule
 from shardglass.options import EngineOptions
 from shardglass.resolve import Resolved, RunArguments, resolve
 
 log = logging.getLogger(__name__)
+
+_TIMES_OUT_OF_MEMORY = itertools.count()
+"""A process's, not a trainer's: the key in the launcher's store must be new each time."""
+
+ALL_RAN_OUT_S = 60.0
+"""How long a rank that ran out of memory waits for the others to run out too."""
 
 ZeroConfig = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -74,6 +85,7 @@ class ZeroMixin(CheckpointMixin):
         self._check_supported()
         self.token_counts = torch.zeros(2, dtype=torch.int64, device=training_args.device)
         self.add_callback(_TellSkipped(self))  # type: ignore[attr-defined]
+        self.add_callback(NonFiniteLossCallback(self))  # type: ignore[attr-defined]
 
     def _check_supported(self) -> None:
         """Refuse, before any step, what would train something else than was asked for."""
@@ -88,6 +100,10 @@ class ZeroMixin(CheckpointMixin):
             faults.append(f"one process sees {args.n_gpu} GPUs: start with torchrun, one process per GPU")
         if self._zero_config is not None and self.resolved.optimizer and self.optimizer is not None:
             faults.append("an optimizer was passed and the config has an optimizer section: remove one of them")
+        makes_one = self.optimizer is None and self.resolved.optimizer is None
+        optim = optim_fault(str(getattr(args.optim, "value", args.optim)))
+        if optim is not None and makes_one and not getattr(self, "optimizer_cls_and_kwargs", None):
+            faults.append(optim)
         if faults:
             raise ConfigError("; ".join(faults))
 
@@ -98,6 +114,8 @@ class ZeroMixin(CheckpointMixin):
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
         return {**built, "mixed_precision": "no"}
 
+    accelerator: Any
+    _ran_out = False  # whether the last training step ran out of memory
     _sharded_model: nn.Module | None = None
     optimizer: Any
     lr_scheduler: Any
@@ -110,6 +128,9 @@ class ZeroMixin(CheckpointMixin):
         """
         wanted: Any = self.model if model is None else model
         if self.handle is not None and self._sharded_model is wanted:
+            if self._ran_out:
+                self._ran_out = False
+                self.handle.abandon_step()
             return self.optimizer
         if self.handle is not None:
             self.handle.close()
@@ -124,7 +145,17 @@ class ZeroMixin(CheckpointMixin):
         self.handle = shard(wanted, optimizer, options=self.engine_options())
         self._sharded_model = wanted
         wanted._is_accelerate_prepared = True  # see [Note: what is overridden]
+        self._compile_units()
         return self.optimizer
+
+    def _compile_units(self) -> None:
+        """What ``--torch_compile`` asks for; Accelerate does not compile a model that is marked as prepared."""
+        plugin = self.accelerator.state.dynamo_plugin
+        if str(getattr(plugin.backend, "value", plugin.backend)).lower() == "no":
+            return
+        options = {key: value for key, value in plugin.to_kwargs().items() if key != "use_regional_compilation"}
+        if self._live_handle().compile_units(**options) == 0:
+            log.warning("--torch_compile: the model has no list of blocks, so nothing is compiled")
 
     def engine_options(self) -> EngineOptions:
         """The engine's options of this run."""
@@ -169,13 +200,39 @@ class ZeroMixin(CheckpointMixin):
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """One micro-batch; before the accumulation boundary it communicates only if the stage shards gradients."""
-        boundary = bool(self.accelerator.sync_gradients)  # type: ignore[attr-defined]
+        boundary = bool(self.accelerator.sync_gradients)
         handle = self._live_handle()
         self._count_tokens(args[0] if args else kwargs["inputs"])
         local = not boundary and not handle.options.rules.shards_grads
-        with handle.no_sync() if local else nullcontext():
-            loss: Tensor = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+        try:
+            with handle.no_sync() if local else nullcontext():
+                loss: Tensor = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            if self.args.auto_find_batch_size and should_reduce_batch_size(error):
+                self._ran_out = True
+                self._check_all_ran_out(error)
+            raise
         return loss
+
+    def _check_all_ran_out(self, error: RuntimeError) -> None:
+        """A smaller batch is tried only if every rank ran out of memory: the others would wait for this one for ever.
+
+        Raises:
+            UsageError: This rank is alone; ending it ends the others.
+        """
+        if self.args.world_size == 1:
+            return
+        key = f"shardglass/out of memory/{next(_TIMES_OUT_OF_MEMORY)}"
+        store = dist.distributed_c10d._get_default_store()
+        store.add(key, 1)
+        deadline = time.monotonic() + ALL_RAN_OUT_S
+        while int(store.add(key, 0)) < self.args.world_size:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"rank {self.args.process_index} ran out of memory and other ranks did not ({error}); "
+                    "auto_find_batch_size needs all to run out alike: give a smaller --per_device_train_batch_size"
+                ) from error
+            time.sleep(0.05)
 
     def _count_tokens(self, inputs: Mapping[str, Tensor]) -> None:
         """Count real tokens and label tokens; nothing waits for the device."""
