@@ -1,6 +1,6 @@
 """The original fine-tuning script's command line, run by shardglass: start it with torchrun, flags as before."""
 
-from shardglass.hf.train import main
+from shardglass.cli import finetune
 
 if __name__ == "__main__":
-    main(defaults={"label_policy": "qwen"})
+    finetune(defaults={"label_policy": "qwen"})

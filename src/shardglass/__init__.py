@@ -67,6 +67,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _HOMES:
+        import_module("shardglass.versions").check_versions()
     value = getattr(import_module(_HOMES.get(name, "shardglass.errors")), name)
     globals()[name] = value  # the next access does not come here
     return value

@@ -30,6 +30,7 @@ from shardglass.hf.flags import (
 from shardglass.hf.help import show_help
 from shardglass.hf.renamed import ALIASES
 from shardglass.hf.scan import Scanned, groups_of, kinds_in_source, kinds_of, scan
+from shardglass.versions import check_versions
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -58,6 +59,23 @@ def main() -> None:
     except ShardglassError as error:
         _say(str(error))
         sys.exit(USER_FAULT)
+
+
+def finetune(argv: Sequence[str] | None = None, *, defaults: Mapping[str, str] | None = None) -> None:
+    """Train in a process that torchrun started, as ``shardglass train`` does in its own.
+
+    Args:
+        argv: The flags; None takes the process's own.
+        defaults: Values of flags that are not given, such as ``{"label_policy": "qwen"}``.
+    """
+    try:
+        check_versions()
+    except ShardglassError as error:
+        _say(str(error))
+        sys.exit(USER_FAULT)
+    from shardglass.hf.train import main as train
+
+    train(argv, defaults=defaults)
 
 
 def _say(text: str) -> None:
@@ -94,11 +112,13 @@ def _train(context: typer.Context) -> None:
                 f"--{name}: this process was started by a launcher already (RANK is set); leave it out"
                 for name in launch.values
             )
+        check_versions()
         from shardglass.hf.train import main as train
 
         train(flags)
         return
     options = _launch_options(launch)
+    check_versions()
     from shardglass.hf.arguments import parse_command
 
     parse_command(flags, rehearse=True)  # what only transformers can check, before any process is started
