@@ -17,7 +17,14 @@ from transformers import TrainingArguments
 from shardglass.errors import ConfigError, InvariantError
 from shardglass.hf.arguments import Command, ZeroTrainingArguments, check_plain_arguments, parse_command
 from shardglass.hf.data_options import DataOptions
-from shardglass.hf.flags import LABEL_POLICIES, EngineFlags
+from shardglass.hf.flags import (
+    LABEL_POLICIES,
+    DataArguments,
+    EngineFlags,
+    LaunchArguments,
+    LoraArguments,
+    ModelArguments,
+)
 from shardglass.hf.labels import LABEL_POLICIES as KNOWN_POLICIES
 from shardglass.hf.renamed import ALIASES, NEW_NAMES, NEW_VALUES, NO_EFFECT
 from shardglass.hf.scan import kinds_in_source, kinds_of
@@ -162,7 +169,7 @@ def test_all_mistakes_are_told_at_once_with_the_nearest_name():
         "  --data_path is required",
         "  --adam_beta2 is 1.5: it must be at least 0 and below 1",
         "  --q_lora: not supported yet; leave it out to train all parameters",
-        "  --label_policy qwn: it must be one of assistant, qwen (did you mean 'qwen'?)",
+        "  --label_policy qwn: it must be one of assistant, all, qwen (did you mean 'qwen'?)",
         "  --eval_strategy stpes: it must be one of no, steps, epoch (did you mean 'steps'?)",
         "  `shardglass train --help` lists all flags",
     ]
@@ -235,7 +242,6 @@ def test_help_ends_the_process_without_an_error(capsys):
         ("push_to_hub_token", "t", "hub_token", "t"),
         ("torchdynamo", "eager", "torch_compile_backend", "eager"),
         ("group_by_length", "True", "train_sampling_strategy", "group_by_length"),
-        ("adafactor", "True", "optim", "adafactor"),
         ("include_inputs_for_metrics", "True", "include_for_metrics", ["inputs"]),
     ],
 )
@@ -246,6 +252,18 @@ def test_an_old_name_is_translated_and_said_once(old, value, new, result):
     assert command.notes[0].startswith(f"--{old} ")
     assert f"--{new}" in command.notes[0]
     assert new in command.explicit
+
+
+def test_an_old_switch_is_refused_as_what_it_stands_for():
+    with pytest.raises(ConfigError, match="--optim adafactor cannot be sharded"):
+        parse("--adafactor", "True")
+
+
+@pytest.mark.parametrize(("words", "policy"), [(["True"], "assistant"), ([], "assistant"), (["False"], "all")])
+def test_assistant_only_loss_is_a_label_policy(words, policy):
+    assert parse("--assistant_only_loss", *words).data.label_policy == policy
+    with pytest.raises(ConfigError, match="label_policy"):
+        parse("--assistant_only_loss", *words, "--label_policy", "qwen")
 
 
 def test_an_old_switch_that_is_off_stands_for_nothing():
@@ -407,3 +425,19 @@ def test_deepspeed_is_never_touched_installed_or_not(tmp_path, is_installed):
 
 def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
+
+
+OUR_OPTIONS = """
+allow_unknown_config attn_implementation cache_dir collective_timeout_s data_path dtype eval_data_path label_policy
+lazy_preprocess log_dir lora_alpha lora_bias lora_dropout lora_r lora_target_modules lora_weight_path master_addr
+master_port max_restarts max_skipped_steps model_max_length model_name_or_path nnodes node_rank nproc_per_node q_lora
+rdzv_backend rdzv_endpoint rdzv_id skip_bad_records skip_nonfinite trust_remote_code use_lora warmup_ratio zero_stage
+"""
+"""A flag is a promise: one that is added, renamed or dropped is a change of this list, and of the changelog."""
+
+
+def test_our_own_options_are_these():
+    classes = (ModelArguments, DataArguments, LoraArguments, EngineFlags, LaunchArguments)
+    declared = {f.name for cls in classes for f in dataclasses.fields(cls)}
+    theirs = {f.name for f in dataclasses.fields(TrainingArguments)}
+    assert sorted(declared - theirs) == OUR_OPTIONS.split()

@@ -99,6 +99,13 @@ def test_qwen_policy_gives_the_tokens_and_labels_of_the_original_script(qwen, tm
             assert batch[key].tolist() == [case[key]], key
 
 
+def test_policy_all_counts_every_token_of_the_same_text(qwen):
+    conversation = talk("uaua", "q", "r", "s", "t")
+    whole, assistant_only = (encoder_for(policy, qwen).encode(conversation) for policy in ("all", "assistant"))
+    assert whole.input_ids == assistant_only.input_ids == whole.labels
+    assert -100 in assistant_only.labels
+
+
 def test_qwen_policy_puts_a_system_turn_of_the_record_in_place_of_the_fixed_one(qwen):
     encoded = QwenEncoder(qwen).encode(talk("sua", "Be brief.", "q", "r"))
     text = (

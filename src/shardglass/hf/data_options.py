@@ -11,7 +11,7 @@ class DataOptions:
     """How a data file becomes batches.
 
     Attributes:
-        label_policy: "assistant" or "qwen"; see ``labels``.
+        label_policy: "assistant", "all" or "qwen"; see ``labels``.
         model_max_length: Tokens after which a sample is cut.
         lazy: Tokenize a sample each time it is drawn, instead of all before training.
         skip_bad_records: Go on without records that cannot be used.

@@ -36,7 +36,10 @@ class DataArguments:
 
     data_path: str = _flag("", 'JSON file with a list of {"id", "conversations": [{"from", "value"}]}. Required.')
     eval_data_path: str | None = _flag(None, "The same, held out for evaluation.")
-    label_policy: str = _flag("assistant", "What the loss counts: assistant, or qwen (the Qwen script's rule).")
+    label_policy: str = _flag(
+        "assistant",
+        "What the loss counts: assistant, all, or qwen (the Qwen script's rule). Also --assistant_only_loss.",
+    )
     lazy_preprocess: bool = _flag(default=False, help_text="Tokenize a sample when it is drawn, not all beforehand.")
     skip_bad_records: bool = _flag(default=False, help_text="Leave records out that cannot be used, and count them.")
 
@@ -111,7 +114,7 @@ def optim_fault(optim: str) -> str | None:
     )
 
 
-LABEL_POLICIES = ("assistant", "qwen")
+LABEL_POLICIES = ("assistant", "all", "qwen")
 """Values of ``--label_policy``; what they mean is told in ``labels``."""
 
 

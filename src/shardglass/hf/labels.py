@@ -218,8 +218,18 @@ class AssistantEncoder:
         return not str(self._tokenizer.decode([token])).strip()
 
 
+class AllEncoder(AssistantEncoder):
+    """Label policy ``all``: the rendered conversation as ``assistant`` has it, and every token of it counts."""
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        """Return the ids of the rendered conversation, which are the labels too."""
+        ids = super().encode(conversation).input_ids
+        return Encoded(input_ids=ids, labels=list(ids))
+
+
 LABEL_POLICIES: dict[str, type[QwenEncoder] | type[AssistantEncoder]] = {
     "assistant": AssistantEncoder,
+    "all": AllEncoder,
     "qwen": QwenEncoder,
 }
 

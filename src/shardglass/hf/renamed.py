@@ -24,6 +24,11 @@ NEW_VALUES: dict[str, tuple[str, str]] = {
 }
 """Old switch → the flag and value that it stood for; a switch that is off stands for nothing."""
 
+SWITCHES: dict[str, tuple[str, str, str]] = {
+    "assistant_only_loss": ("label_policy", "assistant", "all"),
+}
+"""Switch of another tool → our flag, and its value when the switch is on and when it is off."""
+
 ALIASES = {
     "collective_timeout": "collective_timeout_s",
     "gradient_checkpointing": "activation_checkpointing",

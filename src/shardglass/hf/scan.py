@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardglass.errors import nearest
-from shardglass.hf.renamed import ALIASES, NEW_NAMES, NEW_VALUES, NO_EFFECT
+from shardglass.hf.renamed import ALIASES, NEW_NAMES, NEW_VALUES, NO_EFFECT, SWITCHES
 
 Kind = Literal["bool", "int", "float", "text", "list", "text or list", "switch or text", "json", "object"]
 """How the values of a flag are read: ``list`` takes one or more, ``object`` cannot be written on a command line."""
@@ -145,6 +145,8 @@ def _take(scanned: Scanned, name: str, values: list[str], known: Mapping[str, Ki
     elif NEW_NAMES.get(name) in known:
         scanned.note(f"--{name} is called --{NEW_NAMES[name]} now: taken as that")
         _convert(scanned, name, NEW_NAMES[name], values, known)
+    elif name in SWITCHES and SWITCHES[name][0] in known:
+        _switch_of_ours(scanned, name, values)
     elif name in NEW_VALUES:
         _old_switch(scanned, name, values)
     elif name in NO_EFFECT:
@@ -152,8 +154,16 @@ def _take(scanned: Scanned, name: str, values: list[str], known: Mapping[str, Ki
     elif name.startswith("no_") and known.get(name[3:]) == "bool" and not values:
         scanned.put(name[3:], value=False, as_written=name)
     else:
-        near = nearest(name, [*known, *NEW_NAMES, *NEW_VALUES, *ALIASES])
+        near = nearest(name, [*known, *NEW_NAMES, *NEW_VALUES, *SWITCHES, *ALIASES])
         scanned.faults.append(f"--{name}: unknown flag" + (f" (did you mean --{near}?)" if near else ""))
+
+
+def _switch_of_ours(scanned: Scanned, name: str, values: list[str]) -> None:
+    flag, on, off = SWITCHES[name]
+    try:
+        scanned.put(flag, on if _switch(values) else off, name)
+    except ValueError as error:
+        scanned.faults.append(f"--{name} {' '.join(values)}: {error}")
 
 
 def _old_switch(scanned: Scanned, name: str, values: list[str]) -> None:
