@@ -144,3 +144,27 @@ def test_optimizers_of_trainer_that_can_be_sharded_give_its_losses(optim):
     zero = run_ranks(2, run, "zero", "tied", given)
     plain = run_ranks(2, run, "plain", "tied", given)
     assert zero[0]["loss"] == pytest.approx(plain[0]["loss"], rel=ADAM_FP32)
+
+
+def two_in_a_row(rank, world_size):
+    model = tiny_causal_lm(tied=True)
+    losses = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            trainer = ZeroTrainer(
+                model=model,
+                args=arguments(ZeroTrainingArguments, folder, max_steps=2),
+                train_dataset=samples(),
+                data_collator=PadToLongest(pad_token_id=0),
+            )
+            trainer.train()
+            losses.append(history(trainer))
+            trainer.accelerator.free_memory()
+    trainer.handle.close()
+    return losses
+
+
+def test_a_second_trainer_goes_on_with_the_model_of_the_first():
+    for first, second in run_ranks(2, two_in_a_row):
+        assert len(first) == len(second) == 2
+        assert second[0] < first[0]

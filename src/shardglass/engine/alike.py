@@ -1,4 +1,4 @@
-"""Checks before the first tensor moves: one device, and the same model, options and optimizer on every rank.
+"""Checks before the first tensor moves: what can be sharded, and that all ranks have the same.
 
 Owns the messages that name the first difference.
 """
@@ -8,11 +8,43 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardglass.engine.comm import Comm
-from shardglass.errors import CollectiveError, ModelError
+from shardglass.engine.units import dtype_name
+from shardglass.errors import CollectiveError, ConfigError, ModelError
 from shardglass.layout import Layout
-from shardglass.options import EngineOptions
+from shardglass.options import DTYPE_BYTES, EngineOptions
+
+
+def check_model(model: nn.Module, options: EngineOptions) -> None:
+    """Refuse a model that cannot be trained here.
+
+    Raises:
+        ModelError: It is no module, is wrapped by another engine, has nothing to train, or a dtype that is not known.
+        ConfigError: It trains in fp16.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"shard(model, optimizer): {type(model).__name__} is no torch.nn.Module")
+    if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+        raise ModelError(f"the model is wrapped in {type(model).__name__}, which reduces gradients: give model.module")
+    params = dict(model.named_parameters())
+    wrapped = [name for name, p in params.items() if isinstance(p, DTensor)]
+    if wrapped:
+        raise ModelError(f"{wrapped[0]} is a DTensor: FSDP or tensor parallelism shards it already")
+    if params and not any(p.requires_grad for p in params.values()):
+        raise ModelError("no parameter of the model is trainable; set requires_grad on what is to be trained")
+    strange = [name for name, p in params.items() if dtype_name(p.dtype) not in DTYPE_BYTES]
+    if strange:
+        dtype = dtype_name(params[strange[0]].dtype)
+        raise ModelError(f"{strange[0]} has dtype {dtype}; parameters of this dtype cannot be sharded")
+    half = [name for name, p in params.items() if p.requires_grad and p.dtype == torch.float16]
+    if half and options.param_dtype is None:
+        raise ConfigError(
+            f"{half[0]} is trained in float16, which needs loss scaling; that is not supported yet. Use "
+            "EngineOptions(param_dtype='bfloat16') or load the model in float32"
+        )
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -89,6 +89,11 @@ class Comm:
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.ranks = ranks
         self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise UsageError(
+                f"this process, rank {dist.get_rank()}, is not in the process_group given to shard(), which has ranks "
+                f"{ranks}: call shard() on those alone"
+            )
         self.world_size = len(ranks)
         self.device = device
         self.timeout_s = timeout_s
@@ -97,8 +102,8 @@ class Comm:
         timeout = timedelta(seconds=timeout_s)
         # NCCL's own watchdog ends the process; ours must have spoken before.
         longer = timeout if self.direct else timeout + timedelta(seconds=30)
-        self.data = dist.new_group(ranks, backend=backend, timeout=longer)
-        self.control = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        self.data = self._new_group(backend, longer)
+        self.control = self._new_group("gloo", timeout)
         self._watch = None if self.direct else Watch(timeout_s, self._report_late)
         self.backend = backend
         self.position = "start"
@@ -106,6 +111,20 @@ class Comm:
         self.last_finished: Record | None = None
         self.scratch = Scratch(device)
         self._receive: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def _new_group(self, backend: str, timeout: timedelta) -> Any:
+        """A group of its own over the same ranks.
+
+        Raises:
+            CollectiveError: Another rank did not come.
+        """
+        try:
+            return dist.new_group(self.ranks, backend=backend, timeout=timeout)
+        except RuntimeError as error:  # torch's own: the store gave up waiting, or a connection broke
+            raise CollectiveError(
+                f"rank {self.rank}: the ranks could not meet in shard(): {str(error).splitlines()[0]}. Another rank "
+                "ended or never called shard(); look for the first error of all ranks"
+            ) from error
 
     def close(self) -> None:
         """End the watch and give the groups back."""

@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardglass.engine.alike import check_alike, device_of
+from shardglass.engine import registry
+from shardglass.engine.alike import check_alike, check_model, device_of
 from shardglass.engine.buffers import ParamBuffer, make_buffers, torch_dtype
 from shardglass.engine.comm import Comm
 from shardglass.engine.grads import Gradients
 from shardglass.engine.optim import OptimizerShards, check_optimizer
+from shardglass.engine.registry import live_handle
 from shardglass.engine.runtime import Runtime
 from shardglass.engine.state import Piece, StateKind, TrainingState
 from shardglass.engine.units import build_units, param_specs
@@ -69,6 +71,10 @@ def shard(
     options = options if options is not None else EngineOptions()
     options = options if stage is None else replace(options, stage=stage)
     check_optimizer(optimizer, options)
+    check_model(model, options)
+    other = live_handle(model)
+    if other is not None:
+        raise UsageError(f"this model is sharded already, by {other!r}: call handle.close() first")
     device = device_of(model)
     cut = build_units(model, units)
     dtype = torch_dtype(options.param_dtype) if options.param_dtype is not None else None
@@ -85,7 +91,9 @@ def shard(
     runtime = Runtime(model, cut, buffers, grads, shards, comm)
     state = TrainingState(layout, buffers, grads, shards, comm, options)
     parts = _Parts(comm, buffers, grads, shards, runtime, state)
-    return Handle(model=model, options=options, layout=layout, parts=parts)
+    handle = Handle(model=model, options=options, layout=layout, parts=parts)
+    registry.note(model, handle)
+    return handle
 
 
 class _Parts:
@@ -164,6 +172,8 @@ class Handle:
             The norm before, a 0-d fp32 tensor, equal on all ranks; computed in fp64 to a relative 1e-6.
         """
         self._check_open()
+        if not max_norm >= 0:
+            raise UsageError(f"clip_grad_norm_({max_norm}): the norm must be 0 or above")
         self._parts.runtime.prepare_step()
         norm = self._parts.shards.clip(self._parts.grads, float(max_norm))
         return torch.tensor(norm, dtype=torch.float32, device=self._parts.comm.device)
@@ -359,7 +369,13 @@ class Handle:
             buffer.detach()
         self._parts.shards.restore_groups()
         self._parts.comm.close()
+        registry.forget(self._model)
         self._closed = True
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
 
     def _check_open(self) -> None:
         if self._closed:

@@ -48,8 +48,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: EngineOptions) ->
     """Refuse an optimizer that a cut would change.
 
     Raises:
-        OptimizerError: Its class is not known to be element-wise.
+        OptimizerError: It is no optimizer of torch, or its class is not known to be element-wise.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(f"shard(model, optimizer): {type(optimizer).__name__} is no torch.optim.Optimizer")
     if isinstance(optimizer, ELEMENTWISE) or options.allow_any_optimizer:
         return
     known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
@@ -120,6 +122,20 @@ class OptimizerShards:
         else:  # an optimizer without a single element here, for ``mark``; it never has a gradient in a step
             self._marked = nn.Parameter(torch.empty(0, device=self._comm.device))
             self.optimizer.param_groups[0]["params"].append(self._marked)
+        self._given = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+
+    def check_groups(self) -> None:
+        """See that the optimizer has the tensors that it was given.
+
+        Raises:
+            OptimizerError: A param_group was added, removed or changed.
+        """
+        now = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+        if now != self._given:
+            raise OptimizerError(
+                "the optimizer's param_groups were changed after shard(): what was added would get no mean over ranks. "
+                "Call handle.close(), change the optimizer, and shard() again"
+            )
 
     # ---- gradients on the slices ----
 
@@ -252,7 +268,7 @@ class OptimizerShards:
     def restore_groups(self) -> None:
         """Give the optimizer the model's own parameters back; its sharded state is dropped."""
         self.optimizer.state.clear()
-        for group, params in zip(self.optimizer.param_groups, self._params_before, strict=True):
+        for group, params in zip(self.optimizer.param_groups, self._params_before, strict=False):
             group["params"] = params
 
 

@@ -12,7 +12,26 @@ from torch import Tensor
 
 from shardglass.errors import UsageError
 
-_ALLOWED = {"detach_", "requires_grad_", "__repr__", "__get__", "__hash__", "size", "dim", "numel", "is_contiguous"}
+_ALLOWED = {"detach_", "requires_grad_", "__repr__", "__hash__", "size", "dim", "numel", "is_contiguous", "__len__"}
+_READABLE = {
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "grad",
+    "grad_fn",
+    "requires_grad",
+    "is_leaf",
+    "is_sparse",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_quantized",
+    "_version",
+    "_backward_hooks",
+}
+"""Properties that give no value of an element; ``.data`` and ``.T`` would."""
 _ZEROING = {"zero_", "_foreach_zero_"}
 
 
@@ -28,7 +47,8 @@ class GradientElsewhere(torch.Tensor):
     @staticmethod
     def for_param(param: Tensor) -> "GradientElsewhere":
         """A placeholder that autograd accepts as the gradient of ``param``."""
-        blank = torch.empty(1, dtype=param.dtype, device=param.device).expand(param.shape)
+        # nan, so that whoever gets past the refusal sees at once that these are no values
+        blank = torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
         made: GradientElsewhere = blank.as_subclass(GradientElsewhere)
         made.cleared = False
         return made
@@ -53,7 +73,9 @@ class GradientElsewhere(torch.Tensor):
             return None
         if name == "__repr__":
             return f"GradientElsewhere(shape={tuple(args[0].shape)}): sharded, see handle.state_of(name)['grad']"
-        if name in _ALLOWED:
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if name in _ALLOWED or name in _READABLE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise UsageError(

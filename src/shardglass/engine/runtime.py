@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shardglass.engine.buffers import ParamBuffer
 from shardglass.engine.comm import Comm, Pending
 from shardglass.engine.grads import Bucket, Gradients
+from shardglass.engine.hook import ModuleHook
 from shardglass.engine.optim import OptimizerShards
 from shardglass.engine.placeholder import GradientElsewhere
 from shardglass.engine.units import Unit
@@ -71,17 +72,17 @@ class Runtime:
                 # A head read without its forward, as fused losses do, must be there once the blocks are through.
                 for module in units[k - 1].modules:
                     add(module.register_forward_hook(self._waiter_after(unit.name)))
-        add(model.register_forward_pre_hook(_untraced(lambda module, args: self._before_forward())))
-        add(model.register_forward_hook(_untraced(lambda module, args, output: self._watch_outputs(output))))
-        add(model.register_state_dict_pre_hook(lambda *a: self.wait_params()))
-        add(model.register_load_state_dict_pre_hook(lambda *a, **k: self.wait_params()))
-        add(model.register_load_state_dict_post_hook(lambda module, keys: self.params_changed()))
+        add(model.register_forward_pre_hook(ModuleHook(lambda module, args: self._before_forward())))
+        add(model.register_forward_hook(ModuleHook(lambda module, args, output: self._watch_outputs(output))))
+        add(model.register_state_dict_pre_hook(ModuleHook(lambda *a: self.wait_params())))
+        add(model.register_load_state_dict_pre_hook(ModuleHook(lambda *a, **k: self.wait_params())))
+        add(model.register_load_state_dict_post_hook(ModuleHook(lambda module, keys: self.params_changed())))
 
     def _waiter(self, unit: str) -> Callable[..., None]:
-        return _untraced(lambda module, args: self.wait_unit(unit))
+        return ModuleHook(lambda module, args: self.wait_unit(unit))
 
     def _waiter_after(self, unit: str) -> Callable[..., None]:
-        return _untraced(lambda module, args, output: self.wait_unit(unit))
+        return ModuleHook(lambda module, args, output: self.wait_unit(unit))
 
     def _hook_gradients(self) -> None:
         """Two hooks a trainable parameter: one before a gradient is accumulated, one after."""
@@ -224,10 +225,29 @@ class Runtime:
         self._placeholders.clear()
 
     def take_note_of_clear(self) -> None:
-        """If either ``zero_grad`` was called since the last backward, what is accumulated does not count."""
-        gone = any(param.grad is not mark or mark.cleared for param, mark in self._placeholders)
-        if gone or self._shards.was_cleared():
+        """If either ``zero_grad`` was called since the last backward, what is accumulated does not count.
+
+        Raises:
+            UsageError: Some gradients were taken away or set by hand, and not all.
+        """
+        gone = [param.grad is None or mark.cleared for param, mark in self._placeholders]
+        by_hand = [p for p, mark in self._placeholders if p.grad is not None and p.grad is not mark]
+        if by_hand or (any(gone) and not all(gone)):
+            odd = by_hand or [p for (p, _), is_gone in zip(self._placeholders, gone, strict=True) if is_gone]
+            done = "set" if by_hand else "removed"
+            raise UsageError(
+                f"{self._names_of(odd)}: the gradient was {done} by hand. The gradients of a "
+                "sharded model are in its shards, where a group of parameters is updated as one tensor: clear all with "
+                "optimizer.zero_grad(), and leave a parameter out of training with requires_grad_(False) before shard()"
+            )
+        if any(gone) or self._shards.was_cleared():
             self.clear()
+
+    def _names_of(self, params: Sequence[nn.Parameter], most: int = 3) -> str:
+        """Names of parameters, the first few."""
+        ids = {id(p) for p in params}
+        names = [name for name, p in self._params.items() if id(p) in ids]
+        return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
     def clear(self) -> None:
         """Forget every gradient since the last step."""
@@ -253,9 +273,25 @@ class Runtime:
                 "optimizer.step(closure) is not supported on a sharded model: call the closure yourself, then step()"
             )
         self.wait_params()
+        self._shards.check_groups()
         self.prepare_step()
+        self._check_no_foreign_gradient()
         self._shards.decide(self._grads)
         self._took_step = not self._shards.step_skipped and any(b.total_full for b in self._grads.buckets)
+
+    def _check_no_foreign_gradient(self) -> None:
+        """Refuse gradients that no backward brought here.
+
+        Raises:
+            UsageError: Somebody put them in ``param.grad``; names the first.
+        """
+        marked = {id(p) for p, _ in self._placeholders}
+        odd = [p for p in self._params.values() if p.grad is not None and p.requires_grad and id(p) not in marked]
+        if odd:
+            raise UsageError(
+                f"{self._names_of(odd)}: .grad was set by hand and not by backward(); the step of a sharded model uses "
+                "the gradients of its shards"
+            )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._remove_placeholders()
@@ -276,12 +312,6 @@ class Runtime:
             if buffer.state_range != (0, buffer.layout.numel):
                 pending = self._comm.gather(buffer.index, buffer.layout.key, buffer.whole)
                 self._gathers.setdefault(buffer.layout.unit, []).append(pending)
-
-
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep a hook out of torch.compile's graphs."""
-    kept: Callable[..., None] = torch.compiler.disable(hook)
-    return kept
 
 
 def _tensors_in(value: object) -> list[Tensor]:

@@ -29,6 +29,7 @@ from transformers import TrainerCallback
 
 from shardglass.config import DeepSpeedConfig, load_config
 from shardglass.engine.handle import Handle, shard
+from shardglass.engine.registry import live_handle
 from shardglass.errors import ConfigError, UsageError
 from shardglass.hf.arguments import ZeroTrainingArguments, check_plain_arguments
 from shardglass.hf.checkpoints import CheckpointMixin
@@ -127,7 +128,7 @@ class ZeroMixin(CheckpointMixin):
         makes a group with and one without weight decay.
         """
         wanted: Any = self.model if model is None else model
-        if self.handle is not None and self._sharded_model is wanted:
+        if self.handle is not None and self._sharded_model is wanted and not self.handle.closed:
             if self._ran_out:
                 self._ran_out = False
                 self.handle.abandon_step()
@@ -135,6 +136,9 @@ class ZeroMixin(CheckpointMixin):
         if self.handle is not None:
             self.handle.close()
             self.optimizer = None
+        other = live_handle(wanted)
+        if other is not None:  # of a trainer before this one
+            other.close()
         spec = self.resolved.optimizer
         if self.optimizer is None and spec is not None:
             trainable = [p for p in wanted.parameters() if p.requires_grad]
