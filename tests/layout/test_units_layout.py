@@ -223,8 +223,8 @@ def test_an_element_outside_the_tensor_is_an_error(element):
 
 
 def test_a_layout_of_another_version_is_refused():
-    text = units_layout([spec("w", (2,))], 1).to_json().replace('"version": 1', '"version": 2')
-    with pytest.raises(UsageError, match="version 2"):
+    text = units_layout([spec("w", (2,))], 1).to_json().replace('"version": 1', '"version": 3')
+    with pytest.raises(UsageError, match="version 3, and versions 1 and 2 are understood"):
         Layout.from_json(text)
 
 

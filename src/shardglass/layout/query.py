@@ -1,23 +1,32 @@
-"""Questions to a layout.
+"""Where an element is, and what a rank holds.
 
-Owns every answer that follows from a Layout by arithmetic: where an element is, what a rank holds, what a boundary
-cuts.
+Owns the answers that concern single elements and slices. Leaves boundaries to ``cuts``, bytes to ``account`` and two
+layouts side by side to ``moves``.
 """
 
-from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardglass.errors import UsageError
-from shardglass.layout.spec import RUN_ALIGN, Buffer, Layout
+from shardglass.errors import InvariantError, UsageError
+from shardglass.layout.buffer import Buffer
+from shardglass.layout.spec import RUN_ALIGN, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where one element is: the rank, the index of the buffer, and the offset in that rank's shard of it."""
+    """Where one element is.
+
+    Attributes:
+        rank: The first rank that holds it.
+        buffer: Index of the buffer.
+        offset: Where it is in a rank's shard of the buffer.
+        ranks: All ranks that hold it, ascending.
+    """
 
     rank: int
     buffer: int
     offset: int
+    ranks: range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,25 +72,6 @@ class GroupRun:
     slices: tuple[Slice, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundaryCut:
-    """What lies at the boundary between two ranks' shards of one buffer.
-
-    Attributes:
-        buffer: Index of the buffer.
-        left_rank: The rank whose shard ends here; the next rank's begins.
-        name: The tensor that is cut, or None if the boundary falls between two tensors or in padding.
-        left: Elements of that tensor before the boundary (on all earlier ranks together).
-        right: Elements behind it.
-    """
-
-    buffer: int
-    left_rank: int
-    name: str | None
-    left: int
-    right: int
-
-
 def locate(layout: Layout, name: str, element: int) -> Location:
     """Where element ``element`` of the flattened parameter ``name`` is. O(1).
 
@@ -92,49 +82,81 @@ def locate(layout: Layout, name: str, element: int) -> Location:
     buffer = layout.buffers[b]
     numel = buffer.params[k].numel
     if not 0 <= element < numel:
-        raise UsageError(f"{name} has elements 0 to {numel - 1}; there is no element {element}")
-    rank, offset = divmod(buffer.offsets[k] + element, buffer.shard_numel)
-    return Location(rank=rank, buffer=b, offset=offset)
+        held = f"elements 0 to {numel - 1}" if numel else "no elements"
+        raise UsageError(f"{name} has {held}; there is no element {element}")
+    place = buffer.place(k, element)
+    ranks = buffer.holders.ranks_of(place.shard)
+    return Location(rank=ranks[0], buffer=b, offset=place.offset, ranks=ranks)
+
+
+def element_at(layout: Layout, buffer_index: int, rank: int, offset: int) -> tuple[str, int] | None:
+    """Which element lies at an offset of a rank's shard: (name, element); None for padding. O(log P).
+
+    Raises:
+        UsageError: No such rank, or the offset is outside its shard.
+    """
+    layout.check_rank(rank)
+    buffer = layout.buffers[buffer_index]
+    shard = buffer.holders.shard_of(rank)
+    shard_numel = 0 if shard is None else buffer.shard_numel
+    if shard is None or not 0 <= offset < shard_numel:
+        raise UsageError(f"rank {rank} has {shard_numel} elements of {buffer.key}; there is no offset {offset}")
+    found = buffer.element_at(shard, offset)
+    return None if found is None else (buffer.params[found[0]].name, found[1])
+
+
+def slices_of(layout: Layout, name: str, rank: int) -> tuple[Slice, ...]:
+    """What one rank holds of one parameter, in memory order; none or several runs. O(answer).
+
+    Raises:
+        UsageError: No such parameter or rank.
+    """
+    layout.check_rank(rank)
+    b, k = layout.find(name)
+    shard = layout.buffers[b].holders.shard_of(rank)
+    return () if shard is None else tuple(_slices(layout.buffers[b], b, k, rank, shard))
 
 
 def slices_in(layout: Layout, buffer_index: int, rank: int) -> tuple[Slice, ...]:
-    """The slices of one buffer that ``rank`` owns, in memory order. O(log P + answer)."""
+    """The slices of one buffer that ``rank`` owns, in memory order. O(log P + answer) if the buffer is one run."""
     buffer = layout.buffers[buffer_index]
-    low, high = rank * buffer.shard_numel, (rank + 1) * buffer.shard_numel
-    first = max(0, bisect_right(buffer.offsets, low) - 1)
-    last = bisect_left(buffer.offsets, high)
-    found = []
-    for k in range(first, last):
-        param, offset = buffer.params[k], buffer.offsets[k]
-        start, stop = max(low, offset), min(high, offset + param.numel)
-        if start < stop:
-            found.append(
-                Slice(
-                    name=param.name,
-                    buffer=buffer_index,
-                    rank=rank,
-                    start=start - offset,
-                    length=stop - start,
-                    offset=start - low,
-                )
-            )
-    return tuple(found)
+    shard = buffer.holders.shard_of(rank)
+    if shard is None:
+        return ()
+    return tuple(s for k in buffer.members(shard) for s in _slices(buffer, buffer_index, k, rank, shard))
 
 
 def slices_of_rank(layout: Layout, rank: int) -> tuple[Slice, ...]:
-    """Every slice that ``rank`` owns, buffer by buffer."""
+    """Every slice that ``rank`` owns, buffer by buffer.
+
+    Raises:
+        UsageError: No such rank.
+    """
+    layout.check_rank(rank)
     return tuple(s for b in range(len(layout.buffers)) for s in slices_in(layout, b, rank))
 
 
+def _slices(buffer: Buffer, index: int, k: int, rank: int, shard: int) -> Iterator[Slice]:
+    """The runs that a shard has of one parameter."""
+    name = buffer.params[k].name
+    for start, length, offset in buffer.runs(k, shard):
+        yield Slice(name=name, buffer=index, rank=rank, start=start, length=length, offset=offset)
+
+
 def group_runs(layout: Layout, rank: int, *, whole: bool = False) -> tuple[GroupRun, ...]:
-    """What the optimizer of one rank works on: a run per (trainable buffer, group) that has elements there.
+    """What the native optimizer of one rank works on: a run per (trainable buffer, group) that has elements there.
 
     Args:
-        layout: The layout.
+        layout: A layout of scheme "units", whose padding makes the runs whole vectors.
         rank: Whose shard.
         whole: Take each buffer whole, as a stage does that does not shard optimizer state; offsets then count in
             the buffer.
+
+    Raises:
+        InvariantError: A layout of another scheme.
     """
+    if layout.scheme != "units":
+        raise InvariantError(f"optimizer runs are those of scheme units; this layout is of scheme {layout.scheme}")
     runs = []
     for b, buffer in enumerate(layout.buffers):
         if not buffer.trainable:
@@ -166,25 +188,3 @@ def _whole_slices(buffer: Buffer, index: int) -> list[Slice]:
         for p, offset in zip(buffer.params, buffer.offsets, strict=True)
         if p.numel
     ]
-
-
-def boundary_cuts(layout: Layout) -> tuple[BoundaryCut, ...]:
-    """What every boundary between two ranks cuts, buffer by buffer; world_size - 1 rows a buffer."""
-    cuts = []
-    for b, buffer in enumerate(layout.buffers):
-        for left_rank in range(layout.world_size - 1):
-            boundary = (left_rank + 1) * buffer.shard_numel
-            k = bisect_right(buffer.offsets, boundary) - 1
-            left = boundary - buffer.offsets[k]
-            right = buffer.params[k].numel - left
-            cut = left > 0 and right > 0
-            cuts.append(
-                BoundaryCut(
-                    buffer=b,
-                    left_rank=left_rank,
-                    name=buffer.params[k].name if cut else None,
-                    left=left if cut else 0,
-                    right=right if cut else 0,
-                )
-            )
-    return tuple(cuts)

@@ -1,98 +1,28 @@
-"""The values a layout is made of, and their JSON form.
+"""A whole layout and its JSON form.
 
-Owns ParamSpec, Buffer and Layout. Leaves to ``schemes`` how parameters are put in buffers, and to ``query`` every
-question.
+Owns Layout. Leaves buffers and their arithmetic to ``buffer``, to the schemes how parameters are put in buffers, and to
+``query`` and its neighbours every question.
 
-A layout is a list of buffers. A buffer is a run of elements that holds whole parameters at known offsets and is cut in
-``world_size`` equal shards; rank r owns elements [r * shard_numel, (r + 1) * shard_numel). Every scheme (ours,
-DeepSpeed's, FSDP2's) is a choice of which parameters share a buffer, of the padding between them, and of
-``shard_numel``.
+A layout is a list of buffers; each holds whole parameters at known offsets and is cut in equal shards, see
+[Note: cuts] in ``buffer``. Every scheme (ours, DeepSpeed's, FSDP2's) is a choice of which parameters share a buffer,
+of the padding between them, of the cut and of who holds the shards.
 """
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardglass.errors import InvariantError, UsageError, suggestion
-from shardglass.options import DTYPE_BYTES
+from shardglass.layout.buffer import Buffer, Holders, ParamSpec
 
-LAYOUT_VERSION = 1
+PLAIN_VERSION, LAYOUT_VERSION = 1, 2
+"""Version 1 knows one run per buffer, cut over all ranks; a layout that needs no more is still written as that."""
 
 RUN_ALIGN = 32
 """Elements to which the run of an optimizer group and a shard are aligned: two 512-bit registers of fp32, 64 bytes of
 bfloat16; see [Note: whole vectors] in ``schemes``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamSpec:
-    """One parameter, as far as a layout needs to know it.
-
-    Attributes:
-        name: Full dotted name, as ``named_parameters()`` gives it (a tied weight has its first name).
-        shape: Shape of the whole parameter.
-        dtype: Name of the dtype the model computes with, e.g. "bfloat16".
-        trainable: Whether it gets a gradient and optimizer state.
-        group: Index of its optimizer param_group; None for a frozen parameter.
-        unit: Name of the unit it belongs to.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool
-    group: int | None
-    unit: str
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Buffer:
-    """Parameters of one (unit, dtype, trainable) in one run of elements, cut in equal shards.
-
-    Attributes:
-        unit: Name of the unit.
-        dtype: Name of the dtype of every parameter in it.
-        trainable: Whether its parameters are trained.
-        params: The parameters, in the order they lie in memory.
-        offsets: First element of each parameter, ascending.
-        shard_numel: Elements of one rank's shard; ``numel`` is this times the world size.
-        world_size: Number of shards.
-    """
-
-    unit: str
-    dtype: str
-    trainable: bool
-    params: tuple[ParamSpec, ...]
-    offsets: tuple[int, ...]
-    shard_numel: int
-    world_size: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole buffer, padding included."""
-        return self.shard_numel * self.world_size
-
-    @property
-    def real_numel(self) -> int:
-        """Elements that belong to parameters."""
-        return sum(p.numel for p in self.params)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element of the model's dtype."""
-        return DTYPE_BYTES[self.dtype]
-
-    @property
-    def key(self) -> str:
-        """A readable, unique name: ``unit/dtype/trainable`` or ``unit/dtype/frozen``."""
-        return f"{self.unit}/{self.dtype}/{'trainable' if self.trainable else 'frozen'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +64,10 @@ class Layout:
         """Names of all parameters, in the order they lie in memory."""
         return tuple(self._index)
 
+    def has(self, name: str) -> bool:
+        """Whether there is a parameter of this name."""
+        return name in self._index
+
     def find(self, name: str) -> tuple[int, int]:
         """Return (index of the buffer, index of the parameter in it).
 
@@ -148,39 +82,50 @@ class Layout:
                 "names are those of model.named_parameters()"
             ) from None
 
+    def spec(self, name: str) -> ParamSpec:
+        """The parameter of this name.
+
+        Raises:
+            UsageError: As ``find``.
+        """
+        b, k = self.find(name)
+        return self.buffers[b].params[k]
+
+    def check_rank(self, rank: int) -> None:
+        """Refuse a rank that the layout does not have.
+
+        Raises:
+            UsageError: With the ranks there are.
+        """
+        if not 0 <= rank < self.world_size:
+            raise UsageError(f"rank is {rank}; the layout has ranks 0 to {self.world_size - 1}")
+
     def to_json(self) -> str:
         """Return the versioned JSON form; ``from_json`` gives back an equal layout."""
-        rows = [
-            {
-                "unit": b.unit,
-                "dtype": b.dtype,
-                "trainable": b.trainable,
-                "shard_numel": b.shard_numel,
-                "params": [
-                    {"name": p.name, "shape": list(p.shape), "group": p.group, "offset": offset}
-                    for p, offset in zip(b.params, b.offsets, strict=True)
-                ],
-            }
-            for b in self.buffers
-        ]
-        head: dict[str, Any] = {"version": LAYOUT_VERSION, "scheme": self.scheme}
-        return json.dumps({**head, "world_size": self.world_size, "buffers": rows})
+        everywhere = Holders(num_shards=self.world_size)
+        rows = [_buffer_row(buffer, everywhere) for buffer in self.buffers]
+        is_plain = all(_is_plain(buffer, everywhere) for buffer in self.buffers)
+        version = PLAIN_VERSION if is_plain else LAYOUT_VERSION
+        head: dict[str, Any] = {"version": version, "scheme": self.scheme, "world_size": self.world_size}
+        return json.dumps({**head, "buffers": rows})
 
     @staticmethod
     def from_json(text: str) -> "Layout":
-        """Read what ``to_json`` wrote.
+        """Read what ``to_json`` wrote, now or in an earlier version.
 
         Raises:
             UsageError: The text is of another version.
         """
         data = json.loads(text)
-        if data.get("version") != LAYOUT_VERSION:
+        version = data.get("version")
+        if version not in (PLAIN_VERSION, LAYOUT_VERSION):
             raise UsageError(
-                f"this layout is of version {data.get('version')!r}, and version {LAYOUT_VERSION} is understood"
+                f"this layout is of version {version!r}, and versions {PLAIN_VERSION} and {LAYOUT_VERSION} are "
+                "understood; it was written by a newer shardglass"
             )
-        world_size = data["world_size"]
-        buffers = tuple(_buffer_from(row, world_size) for row in data["buffers"])
-        return Layout(scheme=data["scheme"], world_size=world_size, buffers=buffers)
+        everywhere = Holders(num_shards=data["world_size"])
+        buffers = tuple(_buffer_from(row, everywhere) for row in data["buffers"])
+        return Layout(scheme=data["scheme"], world_size=data["world_size"], buffers=buffers)
 
     @property
     def fingerprint(self) -> str:
@@ -188,7 +133,40 @@ class Layout:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-def _buffer_from(row: Mapping[str, Any], world_size: int) -> Buffer:
+def _is_plain(buffer: Buffer, everywhere: Holders) -> bool:
+    """Whether version 1 can say all of a buffer."""
+    return (
+        buffer.chunks is None
+        and buffer.label is None
+        and buffer.holders == everywhere
+        and all(p.unit == buffer.unit for p in buffer.params)
+    )
+
+
+def _buffer_row(buffer: Buffer, everywhere: Holders) -> dict[str, Any]:
+    """The JSON form of one buffer; what is as in version 1 is not written."""
+    row: dict[str, Any] = {
+        "unit": buffer.unit,
+        "dtype": buffer.dtype,
+        "trainable": buffer.trainable,
+        "shard_numel": buffer.shard_numel,
+    }
+    if buffer.label is not None:
+        row["label"] = buffer.label
+    if buffer.holders != everywhere:
+        h = buffer.holders
+        row["holders"] = {"num_shards": h.num_shards, "copies": h.copies, "first": h.first, "stride": h.stride}
+    if buffer.chunks is not None:
+        row |= {"chunks": list(buffer.chunks), "dim": buffer.dim}
+    row["params"] = [
+        {"name": p.name, "shape": list(p.shape), "group": p.group, "offset": offset}
+        | ({} if p.unit == buffer.unit else {"unit": p.unit})
+        for p, offset in zip(buffer.params, buffer.offsets, strict=True)
+    ]
+    return row
+
+
+def _buffer_from(row: Mapping[str, Any], everywhere: Holders) -> Buffer:
     """One buffer of the JSON form."""
     params = tuple(
         ParamSpec(
@@ -197,10 +175,11 @@ def _buffer_from(row: Mapping[str, Any], world_size: int) -> Buffer:
             dtype=row["dtype"],
             trainable=row["trainable"],
             group=p["group"],
-            unit=row["unit"],
+            unit=p.get("unit", row["unit"]),
         )
         for p in row["params"]
     )
+    chunks = row.get("chunks")
     return Buffer(
         unit=row["unit"],
         dtype=row["dtype"],
@@ -208,5 +187,8 @@ def _buffer_from(row: Mapping[str, Any], world_size: int) -> Buffer:
         params=params,
         offsets=tuple(p["offset"] for p in row["params"]),
         shard_numel=row["shard_numel"],
-        world_size=world_size,
+        holders=Holders(**row["holders"]) if "holders" in row else everywhere,
+        chunks=None if chunks is None else tuple(chunks),
+        dim=row.get("dim"),
+        label=row.get("label"),
     )
