@@ -132,9 +132,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(tmp_path, world_size
 @pytest.mark.soak
 @pytest.mark.parametrize("stages", [(a, b) for a in (0, 1, 2) for b in (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", ["adamw fused", "AdamW", "sgd", "Adagrad", "NAdam", "RMSprop", "Rprop", "ASGD"])
+@pytest.mark.parametrize("optimizer", ["adamw fused", "sgd", "Adagrad", "NAdam", "Rprop", "ASGD"])
 @pytest.mark.parametrize("kind", ["tied", "groups", "frozen"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_every_resume_at_one_world_size_is_bitwise(tmp_path, world_size, kind, optimizer, dtype, stages):
     run_ranks(world_size, resume, str(tmp_path / "saved"), kind, optimizer, dtype, stages)
 

@@ -1,6 +1,7 @@
 """What people try on a sharded model: it works, or is refused with a message that says what to do."""
 
 import copy
+import gc
 import io
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardglass import ConfigError, EngineOptions, ModelError, OptimizerError, UsageError, shard
+from shardglass.engine.registry import live_handle
 
 
 class Scaled(nn.Module):
@@ -226,11 +228,12 @@ def test_sparse_gradients_are_refused_by_name():
 
 def twice(rank, world_size):
     model = Perceptron()
-    first, optimizer = make(model)
+    optimizer = make(model)[1]  # the handle is dropped, the hooks are not
+    gc.collect()
     for again in (optimizer, torch.optim.SGD(model.parameters(), lr=0.1)):
         with pytest.raises(UsageError, match=r"sharded already, by Handle\(stage=2.*call handle.close\(\) first"):
             shard(model, again)
-    first.close()
+    live_handle(model).close()
     second, optimizer = make(model)
     squared(0, rank)(model).backward()
     optimizer.step()

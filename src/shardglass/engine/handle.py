@@ -92,6 +92,7 @@ def shard(
     state = TrainingState(layout, buffers, grads, shards, comm, options)
     parts = _Parts(comm, buffers, grads, shards, runtime, state)
     handle = Handle(model=model, options=options, layout=layout, parts=parts)
+    runtime.owner = handle
     registry.note(model, handle)
     return handle
 

@@ -51,6 +51,7 @@ class Runtime:
         self._params = {name: p for unit in units for name, p in unit.params.items()}
         self._trainable = {name: p.requires_grad for name, p in self._params.items()}
         self._addresses = {name: p.data_ptr() for name, p in self._params.items()}
+        self.owner: object = None  # the handle: it lives as long as the hooks, also if the user drops it
         self._hooks: list[Any] = []
         self._blocks = [module for unit in units if unit.is_block for module in unit.modules]
         self._compiled: list[tuple[nn.Module, Any]] = []  # with the forward of its own that a block had, or None
