@@ -85,6 +85,16 @@ def deepspeed_flat(params, world, options):
     return buffers + replicated(outside, world)
 
 
+def experts(params, world, size, name_on):
+    """Every rank of an expert parallel group has experts of its own, cut over the ranks that have the same ones."""
+    buffers = []
+    for rank in range(size) if params else ():
+        cells = [(name_on(p, rank), element) for p in params for element in range(p.numel)]
+        sharers = [[r] for r in range(world) if r % size == rank]
+        buffers.append(in_equal_runs(padded(cells, 2 * len(sharers)), sharers))
+    return buffers
+
+
 def dealt(param, ranks, size):
     """A flattened parameter, ``size`` elements a shard; the last ones are filled up."""
     cells = cells_of(param)

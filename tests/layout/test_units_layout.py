@@ -7,7 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardglass.errors import InvariantError, UsageError
-from shardglass.layout import Layout, ParamSpec, boundary_cuts, group_runs, locate, slices_of_rank, units_layout
+from shardglass.layout import (
+    Layout,
+    ParamSpec,
+    boundary_cuts,
+    element_at,
+    group_runs,
+    locate,
+    make_layout,
+    slices_of,
+    slices_of_rank,
+    units_layout,
+)
 from shardglass.options import DTYPE_BYTES
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -185,6 +196,37 @@ def test_json_is_pinned_because_checkpoints_persist_it():
     }  # fmt: skip
 
 
+def test_json_of_other_cuts_is_version_2_and_pinned_too():
+    params = [spec("a", (3, 2)), spec("b", (2,), group=None)]
+    head = {"version": 2, "world_size": 2}
+    a, b = {"name": "a", "shape": [3, 2], "group": 0}, {"name": "b", "shape": [2], "group": None}
+    of_u = {"unit": "u", "dtype": "float32"}
+    whole = {"num_shards": 1, "copies": 2, "first": 0, "stride": 1}
+    assert json.loads(make_layout("deepspeed-flat", params, 2).to_json()) == head | {
+        "scheme": "deepspeed-flat",
+        "buffers": [
+            {"unit": "group 0", "dtype": "float32", "trainable": True, "shard_numel": 4,
+             "params": [a | {"offset": 0, "unit": "u"}]},
+            of_u | {"trainable": False, "shard_numel": 2, "label": "b", "holders": whole,
+                    "params": [b | {"offset": 0}]},
+        ],
+    }  # fmt: skip
+    assert json.loads(make_layout("dim0", params, 2).to_json()) == head | {
+        "scheme": "dim0",
+        "buffers": [
+            of_u | {"trainable": True, "shard_numel": 4, "label": "a", "chunks": [2], "dim": 0,
+                    "params": [a | {"offset": 0}]},
+            of_u | {"trainable": False, "shard_numel": 1, "label": "b", "chunks": [1], "dim": 0,
+                    "params": [b | {"offset": 0}]},
+        ],
+    }  # fmt: skip
+
+
+def test_the_fingerprint_of_a_layout_that_checkpoints_keep_does_not_change():
+    params = [spec("emb", (7, 3)), spec("w", (5, 5), dtype="bfloat16", unit="b"), spec("n", (3,), group=1, unit="b")]
+    assert units_layout(params, 3).fingerprint == "dd740e191d8cf7b4"
+
+
 def test_a_bf16_parameter_starts_at_a_multiple_of_eight_elements():
     layout = units_layout([spec("a", (3,), dtype="bfloat16"), spec("b", (9,), dtype="bfloat16")], 3)
     (buffer,) = layout.buffers
@@ -220,6 +262,28 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 def test_an_element_outside_the_tensor_is_an_error(element):
     with pytest.raises(UsageError, match="w has elements 0 to 1"):
         locate(units_layout([spec("w", (2,))], 1), "w", element)
+
+
+def test_an_element_of_an_empty_tensor_is_an_error():
+    with pytest.raises(UsageError, match="w has no elements; there is no element 0"):
+        locate(units_layout([spec("w", (0, 2))], 1), "w", 0)
+
+
+def test_a_rank_that_is_not_there_is_an_error():
+    layout = units_layout([spec("w", (2,))], 2)
+    for question in (
+        lambda: slices_of_rank(layout, 2),
+        lambda: slices_of(layout, "w", 2),
+        lambda: element_at(layout, 0, 2, 0),
+        lambda: boundary_cuts(layout, left_rank=2),
+    ):
+        with pytest.raises(UsageError, match="rank is 2; the layout has ranks 0 to 1"):
+            question()
+
+
+def test_optimizer_runs_of_another_scheme_are_a_fault_of_ours():
+    with pytest.raises(InvariantError, match="this layout is of scheme dim0"):
+        group_runs(make_layout("dim0", [spec("w", (2,))], 1), 0)
 
 
 def test_a_layout_of_another_version_is_refused():
