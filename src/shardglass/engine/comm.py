@@ -1,7 +1,10 @@
 """Every collective of the engine.
 
-Owns the process groups, the form a collective takes on each backend, the record of what each rank is in, and the
-errors of a collective that fails. Leaves to the callers the order: it must follow from the layout, see [Note: order].
+Owns the form a collective takes on each backend, the record of what each rank is in, and the errors of a collective
+that fails. Leaves the raw calls to ``links``, and to the callers the order: it must follow from the layout, see
+[Note: order].
+
+[Note: order].
 
 [Note: order] Ranks match collectives by their order (NCCL) or by tag (gloo's point to point, where the tag is the
 kind and the buffer). Callers launch reductions in reverse layout order and gathers in layout order, never in the
@@ -17,16 +20,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from shardglass.engine.links import Links
 from shardglass.engine.sums import Scratch, ShardSum, sum_parts
 from shardglass.engine.watch import Watch
-from shardglass.errors import CollectiveError, ShardglassError, UsageError
+from shardglass.errors import CollectiveError, ShardglassError
 
 log = logging.getLogger(__name__)
 
@@ -76,62 +78,32 @@ class Pending:
 class Comm:
     """The engine's own process groups and its collectives.
 
-    ``data`` carries tensors on the model's device. ``control`` is a gloo group for host decisions, so that agreeing
-    on a flag never drains a GPU. Both have exactly the ranks of the group given.
+    The ranks are counted from 0 in the group it works over; ``links`` carries the data.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise UsageError(
-                "torch.distributed is not initialised: start the program with torchrun (or python -m "
-                "torch.distributed.run) and call torch.distributed.init_process_group() before shard()"
-            )
-        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self.ranks = ranks
-        self.rank = dist.get_rank(group)
-        if self.rank < 0:
-            raise UsageError(
-                f"this process, rank {dist.get_rank()}, is not in the process_group given to shard(), which has ranks "
-                f"{ranks}: call shard() on those alone"
-            )
-        self.world_size = len(ranks)
+    def __init__(self, device: torch.device, timeout_s: float, links: Links) -> None:
+        self._links = links
+        self.rank, self.world_size, self.backend = links.rank, links.world_size, links.backend
         self.device = device
         self.timeout_s = timeout_s
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self.direct = backend == "gloo"
-        timeout = timedelta(seconds=timeout_s)
-        # NCCL's own watchdog ends the process; ours must have spoken before.
-        longer = timeout if self.direct else timeout + timedelta(seconds=30)
-        self.data = self._new_group(backend, longer)
-        self.control = self._new_group("gloo", timeout)
+        self.direct = self.backend == "gloo"
         self._watch = None if self.direct else Watch(timeout_s, self._report_late)
-        self.backend = backend
         self.position = "start"
         self.last_started: Record | None = None
         self.last_finished: Record | None = None
         self.scratch = Scratch(device)
         self._receive: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
-    def _new_group(self, backend: str, timeout: timedelta) -> Any:
-        """A group of its own over the same ranks.
-
-        Raises:
-            CollectiveError: Another rank did not come.
-        """
-        try:
-            return dist.new_group(self.ranks, backend=backend, timeout=timeout)
-        except RuntimeError as error:  # torch's own: the store gave up waiting, or a connection broke
-            raise CollectiveError(
-                f"rank {self.rank}: the ranks could not meet in shard(): {str(error).splitlines()[0]}. Another rank "
-                "ended or never called shard(); look for the first error of all ranks"
-            ) from error
-
     def close(self) -> None:
         """End the watch and give the groups back."""
         if self._watch is not None:
             self._watch.close()
-        for group in (self.data, self.control):
-            dist.destroy_process_group(group)
+        self._links.close()
+
+    @property
+    def control(self) -> Any:
+        """The gloo group for what is agreed on the host."""
+        return self._links.control
 
     def begin(self, kind: str, what: str) -> Record:
         """Note that this rank enters a collective."""
@@ -187,7 +159,7 @@ class Comm:
             return Pending(self, record, works, finish)
         with self.guard(record, ends=False):
             out = flat.new_empty(shard)
-            work = dist.reduce_scatter_single(out, flat, group=self.data, async_op=True)
+            work = self._links.reduce_scatter(out, flat)
         return Pending(self, record, [work], lambda: sum_parts([out], into, self.scratch))
 
     def reduce_whole(self, buffer: int, what: str, flat: Tensor, into: ShardSum, whole: Tensor) -> Pending:
@@ -201,7 +173,7 @@ class Comm:
             return Chained(first, lambda: self.gather(buffer, what, whole, kind=GATHER_GRADS))
         record = self.begin("all-reduce", what)
         with self.guard(record, ends=False):
-            work = dist.all_reduce(flat, group=self.data, async_op=True)
+            work = self._links.all_reduce(flat)
         return Pending(self, record, [work], lambda: sum_parts([flat], into, self.scratch))
 
     def gather(self, buffer: int, what: str, whole: Tensor, *, kind: int = GATHER) -> Pending:
@@ -211,7 +183,7 @@ class Comm:
         own = whole[self.rank * shard : (self.rank + 1) * shard]
         with self.guard(record, ends=False):
             if not self.direct:
-                work = dist.all_gather_single(whole, own, group=self.data, async_op=True)
+                work = self._links.all_gather(whole, own)
                 return Pending(self, record, [work], None)
             works = []
             tag = self._tag(kind, buffer)
@@ -224,7 +196,7 @@ class Comm:
         """Give every rank the tensor of rank ``source``, in place."""
         record = self.begin("broadcast", what)
         with self.guard(record, ends=True):
-            dist.broadcast(tensor, src=self.ranks[source], group=self.data)
+            self._links.broadcast(tensor, source)
 
     # ---- host decisions ----
 
@@ -232,22 +204,22 @@ class Comm:
         """The sum of one number over ranks in fp64; the same bits on every rank."""
         return float(sum(self.exchange(what, value)))
 
+    def read(self, number: Tensor) -> float:
+        """A 0-d tensor as a number of Python; waits for the device."""
+        return self._links.read(number)
+
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's small picklable value, by rank."""
         record = self.begin("exchange", what)
-        out: list[Any] = [None] * self.world_size
         with self.guard(record, ends=True):
-            dist.all_gather_object(out, value, group=self.control)
-        return out
+            return self._links.objects(value)
 
     def exchange_numbers(self, what: str, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row of integers, by rank; rows must be of one length."""
         record = self.begin("exchange", what)
         mine = torch.tensor(row, dtype=torch.int64)
-        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self.guard(record, ends=True):
-            dist.all_gather(rows, mine, group=self.control)
-        return [r.tolist() for r in rows]
+            return [r.tolist() for r in self._links.rows(mine)]
 
     # ---- the direct exchange ----
 
@@ -262,8 +234,8 @@ class Comm:
     def _post(self, tensor: Tensor, peer: int, tag: int, *, send: bool) -> list[Any]:
         """Start sending or receiving a run of elements in messages of limited size."""
         step = max(1, MESSAGE_BYTES // tensor.element_size())
-        move = dist.isend if send else dist.irecv
-        return [move(part, self.ranks[peer], group=self.data, tag=tag) for part in tensor.split(step)]
+        move = self._links.send if send else self._links.receive
+        return [move(part, peer, tag) for part in tensor.split(step)]
 
     def _take_receive(self, flat: Tensor, shard: int) -> list[Tensor]:
         """Buffers to receive the peers' parts in, reused."""

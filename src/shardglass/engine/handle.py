@@ -24,6 +24,7 @@ from shardglass.engine.alike import check_alike, check_model, device_of
 from shardglass.engine.buffers import ParamBuffer, make_buffers, torch_dtype
 from shardglass.engine.comm import Comm
 from shardglass.engine.grads import Gradients
+from shardglass.engine.links import GroupLinks, Links
 from shardglass.engine.optim import OptimizerShards, check_optimizer
 from shardglass.engine.registry import live_handle
 from shardglass.engine.runtime import Runtime
@@ -75,11 +76,23 @@ def shard(
     other = live_handle(model)
     if other is not None:
         raise UsageError(f"this model is sharded already, by {other!r}: call handle.close() first")
-    device = device_of(model)
+    links = GroupLinks(device_of(model), options.collective_timeout_s, process_group)
+    return shard_over(links, model, optimizer, options=options, units=units)
+
+
+def shard_over(
+    links: Links,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    options: EngineOptions,
+    units: Sequence[str | nn.Module] | None = None,
+) -> "Handle":
+    """What ``shard`` does once it is known over which ranks; ``links`` carries everything between them."""
+    comm = Comm(device_of(model), options.collective_timeout_s, links)
     cut = build_units(model, units)
     dtype = torch_dtype(options.param_dtype) if options.param_dtype is not None else None
     specs = param_specs(cut, optimizer, dtype)
-    comm = Comm(device, options.collective_timeout_s, process_group)
     layout = units_layout(specs, comm.world_size)
     check_alike(comm, layout, options, optimizer)
     params = {name: p for unit in cut for name, p in unit.params.items()}
@@ -370,6 +383,7 @@ class Handle:
             buffer.detach()
         self._parts.shards.restore_groups()
         self._parts.comm.close()
+        self._parts.runtime.owner = None
         registry.forget(self._model)
         self._closed = True
 
@@ -395,7 +409,7 @@ def _bytes_of(tensors: Sequence[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
             total += storage.nbytes()
     return total

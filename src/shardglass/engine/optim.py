@@ -182,7 +182,7 @@ class OptimizerShards:
         """The global L2 norm of the accumulated mean gradient, in fp64; collective unless it is known already."""
         if not self._norm_is_known:
             parts = [sum_of_squares(b.total) for b in grads.buckets if b.total is not None and b.total_full]
-            mine = float(torch.stack(parts).sum()) if parts else 0.0
+            mine = self._comm.read(torch.stack(parts).sum()) if parts else 0.0
             whole = not self._options.rules.shards_state
             total = mine if whole else self._comm.sum_scalar("the gradient norm", mine)
             self.grad_norm = self.clipped_grad_norm = math.sqrt(total) if total == total else math.nan

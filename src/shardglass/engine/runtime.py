@@ -26,7 +26,7 @@ from shardglass.engine.grads import Bucket, Gradients
 from shardglass.engine.hook import ModuleHook
 from shardglass.engine.optim import OptimizerShards
 from shardglass.engine.placeholder import GradientElsewhere
-from shardglass.engine.units import Unit
+from shardglass.engine.units import Unit, place_of
 from shardglass.errors import UsageError
 
 
@@ -50,7 +50,7 @@ class Runtime:
         self._placeholders: list[tuple[nn.Parameter, GradientElsewhere]] = []
         self._params = {name: p for unit in units for name, p in unit.params.items()}
         self._trainable = {name: p.requires_grad for name, p in self._params.items()}
-        self._addresses = {name: p.data_ptr() for name, p in self._params.items()}
+        self._places = {name: place_of(p) for name, p in self._params.items()}
         self.owner: object = None  # the handle: it lives as long as the hooks, also if the user drops it
         self._hooks: list[Any] = []
         self._blocks = [module for unit in units if unit.is_block for module in unit.modules]
@@ -143,7 +143,7 @@ class Runtime:
                     f"{name} was {was} when the model was sharded and is {now} now; call handle.close(), make the "
                     "optimizer anew and shard() again"
                 )
-            if param.data_ptr() != self._addresses[name]:
+            if place_of(param) != self._places[name]:
                 raise UsageError(
                     f"{name} does not lie in the engine's buffer any more: model.to(), .half(), .bfloat16() or an "
                     "assignment to .data replaced it. Do that before shard()"

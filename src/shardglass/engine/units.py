@@ -41,6 +41,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which memory a tensor lies in, and its first element there; also of fake tensors, which have no address."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
 def find_blocks(model: nn.Module) -> list[str]:
     """Names of the blocks: children of the outermost repeated lists, in model order.
 
@@ -143,11 +148,11 @@ def _check_no_hidden_sharing(model: nn.Module) -> None:
     Raises:
         ModelError: Names the two.
     """
-    seen: dict[tuple[int, int, torch.dtype], str] = {}
+    seen: dict[tuple[int, int, int, torch.dtype], str] = {}
     for name, param in model.named_parameters():
         if param.numel() == 0 or param.is_meta:
             continue
-        key = (param.data_ptr(), param.numel(), param.dtype)
+        key = (*place_of(param), param.numel(), param.dtype)
         if key in seen:
             raise ModelError(
                 f"{name} and {seen[key]} are two Parameters over the same memory; tie them by assigning one "

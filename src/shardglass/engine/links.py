@@ -1,0 +1,202 @@
+"""What carries data between ranks: the calls of torch.distributed, or nothing in a simulation.
+
+Owns process groups and every raw call to them. ``comm`` alone calls this module; form, order, records and errors of a
+collective are its work, and the same in a simulation.
+"""
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardglass.errors import CollectiveError, UsageError
+
+
+class Links(Protocol):
+    """Ways from this rank to the others. What returns a work is asynchronous: it has ``wait`` and ``is_completed``."""
+
+    rank: int
+    world_size: int
+    backend: str  # "nccl" or "gloo"
+    data: Any  # the group that carries tensors
+    control: Any  # a gloo group for what is agreed on the host, so that agreeing on a flag never drains a GPU
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Start sending to one rank."""
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Start receiving from one rank, in place."""
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Any:
+        """Start summing ``whole`` over ranks; ``out`` gets this rank's shard of the sum."""
+
+    def all_reduce(self, whole: Tensor) -> Any:
+        """Start summing over ranks, in place."""
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> Any:
+        """Start filling ``whole`` with every rank's ``own``."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Give every rank the tensor of one, in place."""
+
+    def objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable value."""
+
+    def rows(self, row: Tensor) -> list[Tensor]:
+        """Every rank's row of numbers, on the host."""
+
+    def read(self, number: Tensor) -> float:
+        """A 0-d tensor as a number of Python; waits for the device."""
+
+    def close(self) -> None:
+        """Give the groups back."""
+
+
+class GroupLinks:
+    """Links over two process groups of the engine's own, with exactly the ranks of the group given."""
+
+    def __init__(self, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None) -> None:
+        """Make the groups; collective.
+
+        Raises:
+            UsageError: torch.distributed is not initialised, or this process is not in the group.
+            CollectiveError: Another rank did not come.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise UsageError(
+                "torch.distributed is not initialised: start the program with torchrun (or python -m "
+                "torch.distributed.run) and call torch.distributed.init_process_group() before shard()"
+            )
+        self._ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.rank, self.world_size = dist.get_rank(group), len(self._ranks)
+        if self.rank < 0:
+            raise UsageError(
+                f"this process, rank {dist.get_rank()}, is not in the process_group given to shard(), which has ranks "
+                f"{self._ranks}: call shard() on those alone"
+            )
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=timeout_s)
+        # NCCL's own watchdog ends the process; ours must have spoken before.
+        longer = timeout if self.backend == "gloo" else timeout + timedelta(seconds=30)
+        self.data = self._new_group(self.backend, longer)
+        self.control = self._new_group("gloo", timeout)
+
+    def _new_group(self, backend: str, timeout: timedelta) -> Any:
+        try:
+            return dist.new_group(self._ranks, backend=backend, timeout=timeout)
+        except RuntimeError as error:  # torch's own: the store gave up waiting, or a connection broke
+            raise CollectiveError(
+                f"rank {self.rank}: the ranks could not meet in shard(): {str(error).splitlines()[0]}. Another rank "
+                "ended or never called shard(); look for the first error of all ranks"
+            ) from error
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Start sending to one rank."""
+        return dist.isend(tensor, self._ranks[peer], group=self.data, tag=tag)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Start receiving from one rank, in place."""
+        return dist.irecv(tensor, self._ranks[peer], group=self.data, tag=tag)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Any:
+        """Start summing over ranks."""
+        return dist.reduce_scatter_single(out, whole, group=self.data, async_op=True)
+
+    def all_reduce(self, whole: Tensor) -> Any:
+        """Start summing over ranks, in place."""
+        return dist.all_reduce(whole, group=self.data, async_op=True)
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> Any:
+        """Start filling ``whole``."""
+        return dist.all_gather_single(whole, own, group=self.data, async_op=True)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Give every rank the tensor of one."""
+        dist.broadcast(tensor, src=self._ranks[source], group=self.data)
+
+    def objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable value."""
+        out: list[Any] = [None] * self.world_size
+        dist.all_gather_object(out, value, group=self.control)
+        return out
+
+    def rows(self, row: Tensor) -> list[Tensor]:
+        """Every rank's row of numbers."""
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        dist.all_gather(rows, row, group=self.control)
+        return rows
+
+    def read(self, number: Tensor) -> float:
+        """A 0-d tensor as a number."""
+        return float(number)
+
+    def close(self) -> None:
+        """Give the groups back."""
+        for group in (self.data, self.control):
+            dist.destroy_process_group(group)
+        self.data = self.control = None  # the last references: connections end now, and peers that wait are told
+
+
+class _Done:
+    """A work of the simulation."""
+
+    def wait(self) -> bool:
+        """There is nothing to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It always is."""
+        return True
+
+
+class SimulatedLinks:
+    """One rank among ``world_size`` that are not there: nothing moves, and every rank answers as this one.
+
+    Under fake tensors the engine then allocates what it would allocate in a real run.
+    """
+
+    data: Any = None
+    control: Any = None
+
+    def __init__(self, rank: int, world_size: int, backend: str) -> None:
+        self.rank, self.world_size, self.backend = rank, world_size, backend
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Nothing moves."""
+        return _Done()
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Nothing moves."""
+        return _Done()
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Any:
+        """Nothing moves."""
+        return _Done()
+
+    def all_reduce(self, whole: Tensor) -> Any:
+        """Nothing moves."""
+        return _Done()
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> Any:
+        """Nothing moves."""
+        return _Done()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Nothing moves."""
+
+    def objects(self, value: Any) -> list[Any]:
+        """As if every rank had the same."""
+        return [value] * self.world_size
+
+    def rows(self, row: Tensor) -> list[Tensor]:
+        """As if every rank had the same."""
+        return [row]
+
+    def read(self, number: Tensor) -> float:
+        """A fake tensor has no value; this one is finite and needs no clipping."""
+        return 0.0
+
+    def close(self) -> None:
+        """There is nothing to give back."""
