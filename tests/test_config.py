@@ -353,3 +353,29 @@ def test_null_counts_as_absent():
 def test_neither_config_nor_resolve_loads_torch():
     code = "import sys, shardglass.config, shardglass.resolve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "src"}, check=False).returncode == 0
+
+
+def test_for_a_plan_values_that_cannot_run_yet_are_left_out_and_named():
+    tree = {
+        "fp16": {"enabled": True},
+        "optimizer": {"type": "Lamb", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    }
+    config = load_config(tree, planning=True)
+    assert config.left_out == {
+        "fp16.enabled": "fp16.enabled is true: not supported yet; use bf16, or float32 with both off",
+        "optimizer.type": 'optimizer.type is "Lamb": not supported yet; use Adam, AdamW, SGD, Adagrad',
+        "zero_optimization.offload_optimizer.device": (
+            'zero_optimization.offload_optimizer.device is "cpu": not supported yet; set it to "none" or drop the section'
+        ),
+    }
+    assert config.zero_optimization.stage == 3
+    assert config.zero_optimization.offload_optimizer.pin_memory is True
+    with pytest.raises(ConfigError) as caught:
+        load_config(tree)
+    assert all(sentence in str(caught.value) for sentence in config.left_out.values())
+
+
+def test_a_plan_refuses_what_is_wrong_as_a_run_does():
+    with pytest.raises(ConfigError, match="must be true or false"):
+        load_config({"bf16": {"enabled": 3}, "fp16": {"enabled": True}}, planning=True)

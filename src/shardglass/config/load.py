@@ -41,12 +41,15 @@ class GivenKey:
     say: str
 
 
-def load_config(source: str | PathLike[str] | Mapping[str, Any], *, allow_unknown: bool = False) -> DeepSpeedConfig:
+def load_config(
+    source: str | PathLike[str] | Mapping[str, Any], *, allow_unknown: bool = False, planning: bool = False
+) -> DeepSpeedConfig:
     """Read and check a DeepSpeed config.
 
     Args:
         source: A path, JSON text that begins with a brace, or a nested mapping.
         allow_unknown: Leave unknown keys out and name them in ``notes``, instead of refusing them.
+        planning: Leave values out that cannot run yet and name them in ``left_out``, instead of refusing them.
 
     Returns:
         The config; ``auto`` values are still in it.
@@ -58,19 +61,20 @@ def load_config(source: str | PathLike[str] | Mapping[str, Any], *, allow_unknow
     tree, name = read_source(source)
     faults = [*_type_faults(tree), *_twin_faults(tree)]
     try:
-        config, unknown, more = _validated(tree)
+        config, unknown, more, later = _validated(tree)
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply to be a DeepSpeed config") from None
     notes = [f"unknown key left out: {dotted(path)}{_hint(path)}" for path in unknown] if allow_unknown else []
     if not allow_unknown:
         faults += [f"{dotted(path)}: unknown key{_hint(path)}" for path in unknown]
-    faults += more
+    faults += more if planning else [*more, *later.values()]
     if config is None or faults:
         faults += _stage_faults(tree)
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise ConfigError(f"{name}: {count}\n" + "\n".join(f"  {fault}" for fault in faults))
     config._source = name
     config._notes = tuple(notes)
+    config._left_out = later
     return config
 
 
@@ -103,25 +107,34 @@ def _given(section: Section, path: KeyPath) -> Iterator[GivenKey]:
         yield GivenKey(key=dotted((*path, name)), value=value, status=rule.status, say=rule.say)
 
 
-def _validated(tree: Json) -> tuple[DeepSpeedConfig | None, list[KeyPath], list[str]]:
-    """Check the tree; unknown keys are taken out of it, so that the rest is still checked."""
+def _validated(tree: Json) -> tuple[DeepSpeedConfig | None, list[KeyPath], list[str], dict[str, str]]:
+    """Check the tree; unknown keys and values that cannot run yet are taken out of it, so that the rest is checked.
+
+    Returns:
+        (config or None, unknown keys, faults, faults of values that cannot run yet by their dotted key).
+    """
     tree = _without_refused_types(tree)
     unknown: list[KeyPath] = []
     try:
-        return DeepSpeedConfig.model_validate(tree), unknown, []
+        return DeepSpeedConfig.model_validate(tree), unknown, [], {}
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
     faults = []
+    later: dict[str, str] = {}
     for detail in details:
         paths = _unknown_paths(detail)
         unknown += paths
-        if not paths:
+        path = tuple(str(part) for part in detail["loc"])
+        if detail["type"] == "not_yet":
+            later[dotted(path)] = _fault(detail)
+            _remove(tree, path)
+        elif not paths:
             faults.append(_fault(detail))
     for path in unknown:
         _remove(tree, path)
     if faults:
-        return None, unknown, faults
-    return DeepSpeedConfig.model_validate(tree), unknown, []
+        return None, unknown, faults, later
+    return DeepSpeedConfig.model_validate(tree), unknown, [], later
 
 
 def _unknown_paths(detail: ErrorDetails) -> list[KeyPath]:

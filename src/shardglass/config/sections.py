@@ -6,6 +6,7 @@ does not give the key. Leaves defaults to ``resolve``: what a missing key means 
 Names and meanings: the DeepSpeed JSON configuration documentation, and DeepSpeed 0.19 where that is silent.
 """
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import PrivateAttr
@@ -237,6 +238,7 @@ class DeepSpeedConfig(
 
     _source: str = PrivateAttr(default="the DeepSpeed config")
     _notes: tuple[str, ...] = PrivateAttr(default=())
+    _left_out: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -247,6 +249,11 @@ class DeepSpeedConfig(
     def notes(self) -> tuple[str, ...]:
         """What was taken without being understood."""
         return self._notes
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """What cannot run yet, by key with a sentence; not in the config, which was loaded for planning alone."""
+        return self._left_out
 
     @property
     def precision(self) -> Bf16 | None:

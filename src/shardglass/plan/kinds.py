@@ -1,12 +1,52 @@
-"""What a memory plan must know of the optimizer and of the steps, beside layout and options.
+"""What a memory plan must know of engine, optimizer and steps, beside the layout.
 
-Owns the table of optimizer states and the shape of a step. Leaves every formula to ``memory``.
+Owns the table of optimizer states, the shape of a step, and the options of an engine that is only planned. Leaves every
+formula to ``memory``.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from shardglass.errors import InvariantError
+from shardglass.options import STAGES, Stage
+
+
+class Sharding(Protocol):
+    """What the formulas read of an engine's options; EngineOptions has it, and PlannedOptions for every stage."""
+
+    @property
+    def rules(self) -> Stage:
+        """The stage's row."""
+
+    @property
+    def reduce_dtype(self) -> str | None:
+        """What gradients travel in; None means the parameter's dtype."""
+
+    @property
+    def accum_dtype(self) -> str:
+        """What gradients are accumulated in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedOptions:
+    """Options of an engine that is planned and need not run: any stage of ``STAGES``.
+
+    Attributes:
+        stage: 0 to 3.
+        reduce_dtype: dtype gradients travel in; None means the parameter's.
+        accum_dtype: dtype gradients are accumulated in.
+    """
+
+    stage: int
+    reduce_dtype: str | None = None
+    accum_dtype: str = "float32"
+
+    @property
+    def rules(self) -> Stage:
+        """The row of ``STAGES`` for this stage."""
+        return STAGES[self.stage]
+
 
 STATES: Mapping[str, tuple[str, ...]] = {
     "AdamW": ("exp_avg", "exp_avg_sq"),

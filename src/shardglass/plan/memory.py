@@ -16,12 +16,12 @@ from itertools import groupby
 
 from shardglass.errors import InvariantError
 from shardglass.layout import Buffer, GroupRun, Layout, group_runs
-from shardglass.options import DTYPE_BYTES, REDUCTIONS_IN_FLIGHT, SUM_CHUNK, EngineOptions
-from shardglass.plan.kinds import PLAIN_STEP, SCALAR_BYTES, OptimizerKind, StepShape
+from shardglass.options import DTYPE_BYTES, REDUCTIONS_IN_FLIGHT, SUM_CHUNK
+from shardglass.plan.kinds import PLAIN_STEP, SCALAR_BYTES, OptimizerKind, Sharding, StepShape
 
 
 def planned_bytes(
-    layout: Layout, options: EngineOptions, rank: int, *, optimizer: OptimizerKind, shape: StepShape = PLAIN_STEP
+    layout: Layout, options: Sharding, rank: int, *, optimizer: OptimizerKind, shape: StepShape = PLAIN_STEP
 ) -> dict[str, int]:
     """Bytes of the engine's tensors on one rank, by category; see [Note: what is assumed].
 
@@ -44,7 +44,7 @@ def planned_bytes(
         raise InvariantError(f"rank is {rank}; the layout has ranks 0 to {layout.world_size - 1}")
     trainable = [b for b in layout.buffers if b.trainable]
     account = {
-        "parameters": sum(b.numel * b.itemsize for b in layout.buffers),
+        "parameters": sum(_param_numel(b, options) * b.itemsize for b in layout.buffers),
         "master weights": sum(_master_bytes(b, options) for b in trainable),
         "gradients": _flat_bytes(layout, options, shape)
         + sum(_mean_bytes(b, options) for b in trainable)
@@ -56,7 +56,7 @@ def planned_bytes(
 
 
 def heaviest_rank(
-    layout: Layout, options: EngineOptions, *, optimizer: OptimizerKind, shape: StepShape = PLAIN_STEP
+    layout: Layout, options: Sharding, *, optimizer: OptimizerKind, shape: StepShape = PLAIN_STEP
 ) -> tuple[int, dict[str, int]]:
     """The rank with the most planned bytes, the first of equals, and its account.
 
@@ -77,12 +77,12 @@ def master_dtype(dtype: str) -> str:
     return promoted(dtype, "float32")
 
 
-def accum_dtype(dtype: str, options: EngineOptions) -> str:
+def accum_dtype(dtype: str, options: Sharding) -> str:
     """The dtype means are kept in: the wider of option and parameter (source: ``engine.grads.Gradients._bucket``)."""
     return promoted(options.accum_dtype, dtype)
 
 
-def wire_dtype(dtype: str, options: EngineOptions) -> str:
+def wire_dtype(dtype: str, options: Sharding) -> str:
     """The dtype gradients travel in: the option's, else the parameter's."""
     return options.reduce_dtype or dtype
 
@@ -97,28 +97,45 @@ def promoted(a: str, b: str) -> str:
 # ---- formulas ----
 
 
-def _state_numel(buffer: Buffer, options: EngineOptions) -> int:
+def _param_numel(buffer: Buffer, options: Sharding) -> int:
+    """Elements of a buffer's parameters that stay between uses: its shard at a stage that shards them, else all."""
+    return buffer.shard_numel if options.rules.shards_params else buffer.numel
+
+
+def gathered_bytes(layout: Layout, options: Sharding) -> int:
+    """Whole parameters at a stage that gathers them for use: the unit in use and the one prefetched behind it.
+
+    The largest sum of two neighbouring units, since the order of use is the layout's in forward and the reverse in
+    backward. 0 at stages that keep parameters whole. Not in ``planned_bytes``: it lasts for a part of the step.
+    """
+    if not options.rules.shards_params:
+        return 0
+    units = [sum(b.numel * b.itemsize for b in group) for _, group in groupby(layout.buffers, key=lambda b: b.unit)]
+    return max((a + b for a, b in zip(units, [*units[1:], 0], strict=True)), default=0)
+
+
+def _state_numel(buffer: Buffer, options: Sharding) -> int:
     """Elements of a buffer whose mean and state one rank holds: its shard, or all if the stage does not cut them."""
     return buffer.shard_numel if options.rules.shards_state else buffer.numel
 
 
-def _master_bytes(buffer: Buffer, options: EngineOptions) -> int:
+def _master_bytes(buffer: Buffer, options: Sharding) -> int:
     """A copy in the master dtype of the part whose state is here; none if the parameters have that dtype themselves."""
     master = master_dtype(buffer.dtype)
     return 0 if master == buffer.dtype else _state_numel(buffer, options) * DTYPE_BYTES[master]
 
 
-def _mean_bytes(buffer: Buffer, options: EngineOptions) -> int:
+def _mean_bytes(buffer: Buffer, options: Sharding) -> int:
     """The accumulated mean of the part whose state is here, made at the first reduction and kept."""
     return _state_numel(buffer, options) * DTYPE_BYTES[accum_dtype(buffer.dtype, options)]
 
 
-def _local_bytes(buffer: Buffer, options: EngineOptions) -> int:
+def _local_bytes(buffer: Buffer, options: Sharding) -> int:
     """The sum of local micro-batches: a whole gradient in the accumulation dtype, kept from step to step."""
     return buffer.numel * DTYPE_BYTES[accum_dtype(buffer.dtype, options)]
 
 
-def _flat_bytes(layout: Layout, options: EngineOptions, shape: StepShape) -> int:
+def _flat_bytes(layout: Layout, options: Sharding, shape: StepShape) -> int:
     """The pool of flats that gradients travel in.
 
     The pool never shrinks, so it holds for each form as many flats as were out at once. A flat is out from its unit's
@@ -145,7 +162,7 @@ def _units_in_reduce_order(layout: Layout) -> list[list[Buffer]]:
 class _Pool:
     """Counts the flats that ``engine.grads.FlatPool`` makes, by going through a step as the engine does."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: Sharding) -> None:
         self._options = options
         self._free: Counter[object] = Counter()
         self.made_bytes = 0
@@ -186,9 +203,7 @@ class _Pool:
             self._free[self._form(buffer)] += 1
 
 
-def _state_bytes(
-    layout: Layout, options: EngineOptions, rank: int, optimizer: OptimizerKind
-) -> Iterator[tuple[str, int]]:
+def _state_bytes(layout: Layout, options: Sharding, rank: int, optimizer: OptimizerKind) -> Iterator[tuple[str, int]]:
     """Each state of the optimizer: as many elements as its tensors have, in the master dtype; scalars once per tensor.
 
     A tensor of the optimizer is a run of one group in one buffer, from its first to its last parameter element on this
@@ -210,7 +225,7 @@ def _states_of(run: GroupRun, layout: Layout, optimizer: OptimizerKind) -> Itera
         yield state, (run.stop - run.start) * itemsize
 
 
-def _receive_bytes(layout: Layout, options: EngineOptions, shape: StepShape) -> int:
+def _receive_bytes(layout: Layout, options: Sharding, shape: StepShape) -> int:
     """What the peers' parts arrive in on gloo: a shard for each peer, kept by (elements, wire dtype).
 
     One reduction is waited for before the next starts, so buffers with shards of one size share them. NCCL's own
@@ -222,7 +237,7 @@ def _receive_bytes(layout: Layout, options: EngineOptions, shape: StepShape) -> 
     return sum((layout.world_size - 1) * numel * DTYPE_BYTES[wire] for numel, wire in kinds)
 
 
-def _scratch_bytes(layout: Layout, options: EngineOptions, shape: StepShape) -> int:
+def _scratch_bytes(layout: Layout, options: Sharding, shape: StepShape) -> int:
     """Two pieces of ``SUM_CHUNK`` elements per accumulation dtype in which something is summed in pieces; none on CUDA.
 
     Shards are summed in pieces if there are several ranks, or if they are added to a mean that is there (one rank's
