@@ -84,17 +84,31 @@ def boundary_cuts(
     Raises:
         UsageError: No such rank.
     """
+    return tuple(iter_boundary_cuts(layout, order=order, left_rank=left_rank))
+
+
+def iter_boundary_cuts(
+    layout: Layout, *, order: Sequence[str] | None = None, left_rank: int | None = None
+) -> Iterator[BoundaryCut]:
+    """The rows of ``boundary_cuts`` one by one, for who needs only the first of very many.
+
+    Args:
+        layout: The layout.
+        order: As ``boundary_cuts``.
+        left_rank: As ``boundary_cuts``.
+
+    Raises:
+        UsageError: No such rank.
+    """
     if left_rank is not None:
         layout.check_rank(left_rank)
-    index = _index(layout, order)
-    cuts: list[BoundaryCut] = []
+    numbers = _numbers(order)
     for b, buffer in enumerate(layout.buffers):
         for shard in _shards(buffer, left_rank):
             if buffer.chunks is None:
-                cuts.append(_row_in_run(buffer, b, shard, index))
+                yield _row_in_run(layout, b, shard, numbers)
             else:
-                cuts += _cut_rows(buffer, b, shard, index)
-    return tuple(cuts)
+                yield from _cut_rows(layout, b, shard, numbers)
 
 
 def cuts_of(layout: Layout, name: str, *, order: Sequence[str] | None = None) -> tuple[BoundaryCut, ...]:
@@ -109,13 +123,13 @@ def cuts_of(layout: Layout, name: str, *, order: Sequence[str] | None = None) ->
     if not numel:
         return ()
     shards = range(buffer.place(k, 0).shard, buffer.place(k, numel - 1).shard)
-    index = _index(layout, order)
-    return tuple(_cut_row(buffer, b, shard, k, index) for shard in shards)
+    numbers = _numbers(order)
+    return tuple(_cut_row(layout, b, shard, k, numbers) for shard in shards)
 
 
-def _index(layout: Layout, order: Sequence[str] | None) -> Mapping[str, int]:
-    """The number of every name."""
-    return {name: i for i, name in enumerate(layout.names if order is None else order)}
+def _numbers(order: Sequence[str] | None) -> Mapping[str, int] | None:
+    """The number of every name in an order; None for the layout's own, which needs no list."""
+    return None if order is None else {name: i for i, name in enumerate(order)}
 
 
 def _shards(buffer: Buffer, left_rank: int | None) -> Iterable[int]:
@@ -127,12 +141,13 @@ def _shards(buffer: Buffer, left_rank: int | None) -> Iterable[int]:
     return () if shard is None or shard == last else (shard,)
 
 
-def _row_in_run(buffer: Buffer, b: int, shard: int, index: Mapping[str, int]) -> BoundaryCut:
+def _row_in_run(layout: Layout, b: int, shard: int, numbers: Mapping[str, int] | None) -> BoundaryCut:
     """The row of a boundary in a buffer that is one run. O(log P)."""
+    buffer = layout.buffers[b]
     k = bisect_right(buffer.offsets, (shard + 1) * buffer.shard_numel) - 1  # the last that starts before or there
     left, _ = buffer.boundary(k, shard)
     if 0 < left < buffer.params[k].numel:
-        return _cut_row(buffer, b, shard, k, index)
+        return _cut_row(layout, b, shard, k, numbers)
     behind = k + 1 if left else k
     params = buffer.params
     position = next((j for j in range(behind, len(params)) if params[j].numel), len(params))
@@ -153,16 +168,18 @@ def _row_in_run(buffer: Buffer, b: int, shard: int, index: Mapping[str, int]) ->
     )
 
 
-def _cut_rows(buffer: Buffer, b: int, shard: int, index: Mapping[str, int]) -> Iterator[BoundaryCut]:
+def _cut_rows(layout: Layout, b: int, shard: int, numbers: Mapping[str, int] | None) -> Iterator[BoundaryCut]:
     """The rows of a boundary in a buffer that is cut parameter by parameter."""
+    buffer = layout.buffers[b]
     for k, param in enumerate(buffer.params):
         left, _ = buffer.boundary(k, shard)
         if 0 < left < param.numel:
-            yield _cut_row(buffer, b, shard, k, index)
+            yield _cut_row(layout, b, shard, k, numbers)
 
 
-def _cut_row(buffer: Buffer, b: int, shard: int, k: int, index: Mapping[str, int]) -> BoundaryCut:
+def _cut_row(layout: Layout, b: int, shard: int, k: int, numbers: Mapping[str, int] | None) -> BoundaryCut:
     """The row of a parameter that is cut at the end of a shard."""
+    buffer = layout.buffers[b]
     param = buffer.params[k]
     left, first_right = buffer.boundary(k, shard)
     return BoundaryCut(
@@ -172,7 +189,7 @@ def _cut_row(buffer: Buffer, b: int, shard: int, k: int, index: Mapping[str, int
         name=param.name,
         left=left,
         right=param.numel - left,
-        index=index.get(param.name),
+        index=layout.position(b, k) if numbers is None else numbers.get(param.name),
         position=k,
         shape=param.shape,
         first_right=first_right,

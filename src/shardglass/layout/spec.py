@@ -10,7 +10,7 @@ of the padding between them, of the cut and of who holds the shards.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ class Layout:
     world_size: int
     buffers: tuple[Buffer, ...]
     _index: Mapping[str, tuple[int, int]] = field(init=False, repr=False, compare=False)
+    _first: Sequence[int] = field(init=False, repr=False, compare=False)  # [len(buffers)] parameters before each
 
     def __post_init__(self) -> None:
         """Index the parameters by name.
@@ -47,12 +48,15 @@ class Layout:
             InvariantError: A name occurs twice.
         """
         index: dict[str, tuple[int, int]] = {}
+        first: list[int] = []
         for b, buffer in enumerate(self.buffers):
+            first.append(len(index))
             for k, param in enumerate(buffer.params):
                 if param.name in index:
                     raise InvariantError(f"parameter {param.name!r} is in two buffers of one layout")
                 index[param.name] = (b, k)
         object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "_first", first)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -81,6 +85,10 @@ class Layout:
                 f"no parameter is named {name!r}{suggestion(name, self._index)}; "
                 "names are those of model.named_parameters()"
             ) from None
+
+    def position(self, buffer_index: int, k: int) -> int:
+        """Index among ``names`` of a buffer's parameter ``k``."""
+        return self._first[buffer_index] + k
 
     def spec(self, name: str) -> ParamSpec:
         """The parameter of this name.
