@@ -180,6 +180,8 @@ def test_cuts_are_where_neighbouring_shards_have_parts_of_one_tensor(layout, exp
     assert next(found, None) is None
     for name in layout.names:
         assert cuts_of(layout, name, order=order) == tuple(c for c in cuts if c.name == name)
+    own_order = [None if c.name is None else layout.names.index(c.name) for c in cuts]
+    assert [c.index for c in boundary_cuts(layout)] == own_order
     first_holder = {ranks[0] for buffer in expected for ranks in buffer.ranks}
     for rank in first_holder:
         alone = [c for c in boundary_cuts(layout, order=order, left_rank=rank) if c.left_rank == rank]

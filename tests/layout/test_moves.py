@@ -13,6 +13,7 @@ from shardglass.layout import (
     difference,
     make_layout,
     received_by,
+    secondary_layout,
     sent_by,
     transfers,
 )
@@ -38,6 +39,14 @@ def test_a_transfer_list_says_from_where_to_where():
 def test_new_ranks_take_turns_among_those_that_hold_the_whole():
     source, target = make_layout("ddp", [W], 2), make_layout("ddp", [W], 5)
     assert [t.source_rank for t in transfers(source, target)] == [0, 1, 0, 1, 0]
+
+
+def test_a_rank_that_holds_a_copy_gives_it_to_itself():
+    source, target = secondary_layout([W], 4, 2), make_layout("ddp", [W], 4)
+    pairs = [(t.start, t.source_rank, t.target_rank) for t in transfers(source, target)]
+    # Elements 0 to 3 are on ranks 0 and 2, element 4 is on ranks 1 and 3.
+    assert pairs == [(0, 0, 0), (4, 1, 0), (0, 2, 1), (4, 1, 1), (0, 2, 2), (4, 1, 2), (0, 2, 3), (4, 3, 3)]
+    assert [(t.start, t.target_rank) for t in sent_by(source, target, 2)] == [(0, 1), (0, 2), (0, 3)]
 
 
 def test_a_parameter_that_the_source_lacks_or_has_in_another_shape_is_an_error():
