@@ -4,6 +4,7 @@ Owns process groups and every raw call to them. ``comm`` alone calls this module
 collective are its work, and the same in a simulation.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -44,8 +45,8 @@ class Links(Protocol):
     def objects(self, value: Any) -> list[Any]:
         """Every rank's picklable value."""
 
-    def rows(self, row: Tensor) -> list[Tensor]:
-        """Every rank's row of numbers, on the host."""
+    def rows(self, row: Sequence[int]) -> list[list[int]]:
+        """Every rank's row of whole numbers; rows are of one length."""
 
     def read(self, number: Tensor) -> float:
         """A 0-d tensor as a number of Python; waits for the device."""
@@ -122,11 +123,12 @@ class GroupLinks:
         dist.all_gather_object(out, value, group=self.control)
         return out
 
-    def rows(self, row: Tensor) -> list[Tensor]:
+    def rows(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row of numbers."""
-        rows = [torch.empty_like(row) for _ in range(self.world_size)]
-        dist.all_gather(rows, row, group=self.control)
-        return rows
+        mine = torch.tensor(row, dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(rows, mine, group=self.control)
+        return [r.tolist() for r in rows]
 
     def read(self, number: Tensor) -> float:
         """A 0-d tensor as a number."""
@@ -190,9 +192,9 @@ class SimulatedLinks:
         """As if every rank had the same."""
         return [value] * self.world_size
 
-    def rows(self, row: Tensor) -> list[Tensor]:
+    def rows(self, row: Sequence[int]) -> list[list[int]]:
         """As if every rank had the same."""
-        return [row]
+        return [list(row)]
 
     def read(self, number: Tensor) -> float:
         """A fake tensor has no value; this one is finite and needs no clipping."""

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from shardglass.errors import UsageError
 
-_ALLOWED = {"detach_", "requires_grad_", "__repr__", "__hash__", "size", "dim", "numel", "is_contiguous", "__len__"}
+_ALLOWED = {"__hash__", "size", "dim", "numel", "is_contiguous", "__len__"}
+_SELF = {"detach_", "requires_grad_"}
+"""What ``zero_grad`` calls on a gradient before it zeroes it."""
 _READABLE = {
     "shape",
     "dtype",
@@ -36,7 +38,7 @@ _ZEROING = {"zero_", "_foreach_zero_"}
 
 
 class GradientElsewhere(torch.Tensor):
-    """A gradient that is sharded: it has the parameter's shape, and one element of memory.
+    """A gradient that is sharded: it has the parameter's shape, and no memory.
 
     Asking for its shape, dtype or device works, and so do both forms of ``zero_grad``. Any computation raises
     UsageError.
@@ -47,11 +49,16 @@ class GradientElsewhere(torch.Tensor):
     @staticmethod
     def for_param(param: Tensor) -> "GradientElsewhere":
         """A placeholder that autograd accepts as the gradient of ``param``."""
-        # nan, so that whoever gets past the refusal sees at once that these are no values
-        blank = torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape)
-        made: GradientElsewhere = blank.as_subclass(GradientElsewhere)
+        made: GradientElsewhere = torch.Tensor._make_wrapper_subclass(
+            GradientElsewhere, param.shape, dtype=param.dtype, device=param.device
+        )
         made.cleared = False
         return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse what reaches torch's kernels past ``__torch_function__``."""
+        raise _refusal(str(func))
 
     @classmethod
     def __torch_function__(
@@ -75,11 +82,17 @@ class GradientElsewhere(torch.Tensor):
             return f"GradientElsewhere(shape={tuple(args[0].shape)}): sharded, see handle.state_of(name)['grad']"
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if name in _SELF:
+            return args[0]
         if name in _ALLOWED or name in _READABLE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise UsageError(
-            f"{name}: the gradients of a sharded model are in its shards, not in param.grad. To clip, call "
-            "handle.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_; to read one, "
-            "handle.state_of(name)['grad']"
-        )
+        raise _refusal(name)
+
+
+def _refusal(what: str) -> UsageError:
+    return UsageError(
+        f"{what}: the gradients of a sharded model are in its shards, not in param.grad. To clip, call "
+        "handle.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_; to read one, "
+        "handle.state_of(name)['grad']"
+    )
