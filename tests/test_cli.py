@@ -146,6 +146,13 @@ def test_values_that_only_transformers_knows_are_checked_before_processes_start(
     assert "--lr_scheduler_type cosin: it must be one of linear, cosine" in text
 
 
+def test_the_models_own_folder_is_refused_as_output_without_torch(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "shardglass.hf.arguments", None)  # importing it would fail
+    assert "model is the model's folder model" in message_of(*REQUIRED, "--output_dir", "model")
+
+
 # ---- processes ----
 
 WORKER = """

@@ -28,6 +28,7 @@ from shardglass.hf.flags import (
     flags_error,
 )
 from shardglass.hf.help import show_help
+from shardglass.hf.output_folder import check_output_folder
 from shardglass.hf.renamed import ALIASES
 from shardglass.hf.scan import Scanned, groups_of, kinds_in_source, kinds_of, scan
 from shardglass.versions import check_versions
@@ -118,6 +119,8 @@ def _train(context: typer.Context) -> None:
         train(flags)
         return
     options = _launch_options(launch)
+    if options.node_rank == 0:
+        _check_output(early.values)
     check_versions()
     from shardglass.hf.arguments import parse_command
 
@@ -159,6 +162,15 @@ def _early(flags: Sequence[str], *, wants_help: bool) -> Scanned | None:
     if config := scanned.values.get("deepspeed"):
         load_config(config, allow_unknown=bool(scanned.values.get("allow_unknown_config")))
     return scanned
+
+
+def _check_output(values: Mapping[str, Any]) -> None:
+    """Judge the output folder; what there is to know of it, rank 0 says."""
+    check_output_folder(
+        values.get("output_dir"),
+        values.get("model_name_or_path"),
+        overwrite=bool(values.get("overwrite_output_dir")),
+    )
 
 
 def _launch_options(launch: Scanned) -> LaunchArguments:

@@ -33,6 +33,11 @@ SCHEDULER, STATE = "scheduler.pt", "trainer_state.json"
 """Names transformers gives these files."""
 
 
+def is_asked_for(wanted: str | bool | None) -> bool:  # noqa: FBT001
+    """Whether a value of ``resume_from_checkpoint`` asks for a checkpoint."""
+    return not (wanted is None or wanted is False or str(wanted).lower() in ("false", ""))
+
+
 def find_checkpoint(wanted: str | bool | None, output_dir: Path) -> Path | None:  # noqa: FBT001
     """Which checkpoint to resume from; None if none is asked for.
 
@@ -43,7 +48,7 @@ def find_checkpoint(wanted: str | bool | None, output_dir: Path) -> Path | None:
     Raises:
         CheckpointError: The folder is no complete checkpoint, or there is none; says why for each.
     """
-    if wanted is None or wanted is False or str(wanted).lower() in ("false", ""):
+    if not is_asked_for(wanted):
         return None
     if str(wanted).lower() != "true":
         folder = Path(str(wanted)).expanduser()

@@ -76,6 +76,9 @@ class EngineFlags:
     logging_nan_inf_filter: bool = _flag(
         default=False, help_text="Leave losses that are nan or inf out of the log, as transformers does by default."
     )
+    overwrite_output_dir: bool = _flag(
+        default=False, help_text="Replace a model in --output_dir that no run wrote; see the README."
+    )
     allow_unknown_config: bool = _flag(
         default=False, help_text="Leave unknown keys of the config out with a note, instead of refusing them."
     )

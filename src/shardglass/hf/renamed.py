@@ -56,7 +56,6 @@ NO_EFFECT = {
     "jit_mode_eval": "transformers no longer traces a model for evaluation",
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR instead",
     "mp_parameters": "it was for SageMaker's own model parallelism",
-    "overwrite_output_dir": "the output folder is always written to",
     "past_index": "transformers no longer carries past states from batch to batch",
     "push_to_hub_organization": "write --hub_model_id organization/name instead",
     "ray_scope": "this command searches no hyperparameters",

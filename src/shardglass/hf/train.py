@@ -17,11 +17,12 @@ import transformers
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardglass.errors import ConfigError, ShardglassError
+from shardglass.errors import ShardglassError
 from shardglass.hf.arguments import Command, parse_command
-from shardglass.hf.checkpoints import check_resume
+from shardglass.hf.checkpoints import check_resume, is_asked_for
 from shardglass.hf.data import ConversationDataset, DataOptions, build_collator, build_dataset, load_conversations
 from shardglass.hf.load import check_model_path, load_config_of, load_model, load_tokenizer, prepare_for_training
+from shardglass.hf.output_folder import check_output_folder
 from shardglass.hf.resolved_file import ResolvedConfigCallback
 from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
@@ -51,18 +52,30 @@ def _run(argv: Sequence[str], defaults: Mapping[str, str], *, is_main: bool) -> 
     """The command; ``record`` writes an exception that is no user's mistake to torchrun's error file."""
     try:
         command = parse_command(argv, defaults=defaults)
+        notes = _check_output(command) if is_main else []
         trainer = build_trainer(command, is_main=is_main)
     except ShardglassError as error:
         _fail(error, shared=True)
     try:
-        _train(command, trainer, Console(soft_wrap=True) if is_main else None)
+        _train(command, trainer, notes, Console(soft_wrap=True) if is_main else None)
     except ShardglassError as error:
         _fail(error, shared=False)
 
 
-def _train(command: Command, trainer: ZeroTrainer, console: Console | None) -> None:
+def _check_output(command: Command) -> list[str]:
+    """Judge the output folder; returns what the user should know of it."""
+    training, given = command.training, "output_dir" in command.explicit
+    return check_output_folder(
+        str(training.output_dir) if given else None,
+        command.model.model_name_or_path,
+        overwrite=training.overwrite_output_dir,
+        resumes=is_asked_for(training.resume_from_checkpoint),
+    )
+
+
+def _train(command: Command, trainer: ZeroTrainer, more_notes: Sequence[str], console: Console | None) -> None:
     """Train, save, show."""
-    notes = [*command.notes, *trainer.resolved.notes]
+    notes = [*command.notes, *more_notes, *trainer.resolved.notes]
     if console is not None:
         for note in notes:
             console.print(f"note: {note}", highlight=False, markup=False)
@@ -92,8 +105,6 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
         lazy=data_args.lazy_preprocess,
         skip_bad_records=data_args.skip_bad_records,
     )
-    if Path(str(training.output_dir)).is_file():
-        raise ConfigError(f"--output_dir: {training.output_dir} is a file; give a folder")
     check_model_path(model_args.model_name_or_path)
     where: dict[str, Any] = {
         "cache_dir": model_args.cache_dir,
