@@ -32,14 +32,18 @@ PUBLIC = [
     "NonFiniteError",
     "OptimizerError",
     "ShardglassError",
+    "Snapshot",
     "UsageError",
     "ZeroMixin",
     "ZeroTrainer",
     "ZeroTrainingArguments",
     "__version__",
     "load_checkpoint",
+    "look",
     "save_checkpoint",
     "shard",
+    "state_of",
+    "where",
 ]
 
 

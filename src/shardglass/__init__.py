@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     )
     from shardglass.hf.arguments import ZeroTrainingArguments
     from shardglass.hf.trainer import ZeroMixin, ZeroTrainer
+    from shardglass.lens.look import look, state_of, where
+    from shardglass.lens.snapshot import Snapshot
     from shardglass.options import EngineOptions
 
 __version__ = "0.1.0"
@@ -41,25 +43,33 @@ __all__ = [
     "NonFiniteError",
     "OptimizerError",
     "ShardglassError",
+    "Snapshot",
     "UsageError",
     "ZeroMixin",
     "ZeroTrainer",
     "ZeroTrainingArguments",
     "__version__",
     "load_checkpoint",
+    "look",
     "save_checkpoint",
     "shard",
+    "state_of",
+    "where",
 ]
 
 _HOMES = {
     "EngineOptions": "shardglass.options",
     "Handle": "shardglass.engine.handle",
+    "Snapshot": "shardglass.lens.snapshot",
     "ZeroMixin": "shardglass.hf.trainer",
     "ZeroTrainer": "shardglass.hf.trainer",
     "ZeroTrainingArguments": "shardglass.hf.arguments",
     "load_checkpoint": "shardglass.checkpoint.load",
+    "look": "shardglass.lens.look",
     "save_checkpoint": "shardglass.checkpoint.save",
     "shard": "shardglass.engine.handle",
+    "state_of": "shardglass.lens.look",
+    "where": "shardglass.lens.look",
 }
 """Module of each public name that is not an error."""
 

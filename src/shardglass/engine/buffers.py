@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardglass.engine.comm import Comm
 from shardglass.layout import Buffer, Layout
+from shardglass.layout.line import held_line
 from shardglass.options import Stage
 
 
@@ -48,7 +49,7 @@ class ParamBuffer:
             comm: For the broadcast.
             stage: Says whether the master weights are cut.
         """
-        self.layout, self.index = layout, index
+        self.layout, self.index, self.rank = layout, index, comm.rank
         self.params = [params[spec.name] for spec in layout.params]
         device = self.params[0].device
         dtype = torch_dtype(layout.dtype)
@@ -99,6 +100,31 @@ class ParamBuffer:
         """Take the master weights anew from the parameters, after somebody else changed these."""
         if self.master is not None and not self.shares_memory:
             self.master.copy_(self.own_part())
+
+    @property
+    def params_in_partition(self) -> tuple[str, ...]:
+        """Names of its parameters of which this rank has elements of the state, in memory order."""
+        return tuple(name for name, held in self._partition() if held)
+
+    @property
+    def params_not_in_partition(self) -> tuple[str, ...]:
+        """Names of its other parameters, in memory order."""
+        return tuple(name for name, held in self._partition() if not held)
+
+    def _partition(self) -> list[tuple[str, bool]]:
+        """Each parameter's name, and whether elements of it are in this rank's range."""
+        low, high = self.state_range
+        return [
+            (spec.name, max(low, offset) < min(high, offset + spec.numel))
+            for spec, offset in zip(self.layout.params, self.layout.offsets, strict=True)
+        ]
+
+    def __repr__(self) -> str:
+        """State in one line, without a collective."""
+        layout = self.layout
+        held = held_line([layout], self.rank, whole=self.state_range == (0, layout.numel))
+        master = "" if self.master is None else f" · master {str(self.master.dtype).removeprefix('torch.')}"
+        return f"{layout.key} · rank {self.rank} of {layout.holders.num_shards} · {held}{master}"
 
     def detach(self) -> None:
         """Give every parameter memory of its own again."""

@@ -24,14 +24,16 @@ from shardglass.engine.alike import check_alike, check_model, device_of
 from shardglass.engine.buffers import ParamBuffer, make_buffers, torch_dtype
 from shardglass.engine.comm import Comm
 from shardglass.engine.grads import Gradients
+from shardglass.engine.inventory import HeldTensor, inventory
 from shardglass.engine.links import GroupLinks, Links
-from shardglass.engine.optim import OptimizerShards, check_optimizer
+from shardglass.engine.optim import OptimizerShards, OwnedRun, check_optimizer
 from shardglass.engine.registry import live_handle
 from shardglass.engine.runtime import Runtime
 from shardglass.engine.state import Piece, StateKind, TrainingState
 from shardglass.engine.units import build_units, param_specs
 from shardglass.errors import UsageError
-from shardglass.layout import Layout, units_layout
+from shardglass.layout import Layout, params_in_partition, params_not_in_partition, units_layout
+from shardglass.layout.line import rank_line
 from shardglass.options import EngineOptions
 
 
@@ -75,7 +77,7 @@ def shard(
     check_model(model, options)
     other = live_handle(model)
     if other is not None:
-        raise UsageError(f"this model is sharded already, by {other!r}: call handle.close() first")
+        raise UsageError(f"this model is sharded already ({other!r}): call handle.close() first")
     links = GroupLinks(device_of(model), options.collective_timeout_s, process_group)
     return shard_over(links, model, optimizer, options=options, units=units)
 
@@ -277,6 +279,33 @@ class Handle:
             result |= self._parts.state.whole(name)
         return result
 
+    # ---- for the lens ----
+
+    @property
+    def buffers(self) -> list[ParamBuffer]:
+        """The buffers of this rank, in layout order."""
+        return list(self._parts.buffers)
+
+    @property
+    def runs(self) -> list[OwnedRun]:
+        """What the optimizer has in place of the model's parameters, in layout order."""
+        return list(self._parts.shards.runs)
+
+    def inventory(self) -> list[HeldTensor]:
+        """Every tensor of this rank with elements of the layout's buffers; a local call."""
+        parts = self._parts
+        return inventory(parts.buffers, parts.grads, parts.shards, cuts_state=self.options.rules.shards_state)
+
+    @property
+    def params_in_partition(self) -> dict[int, tuple[str, ...]]:
+        """Names of the parameters of which this rank optimizes elements, by optimizer group, in memory order."""
+        return params_in_partition(self.layout, self.rank, whole=not self.options.rules.shards_state)
+
+    @property
+    def params_not_in_partition(self) -> dict[int, tuple[str, ...]]:
+        """Names of the other parameters that are optimized, by optimizer group, in memory order."""
+        return params_not_in_partition(self.layout, self.rank, whole=not self.options.rules.shards_state)
+
     # ---- for checkpoints ----
 
     def pieces_to_save(self) -> list[Piece]:
@@ -398,10 +427,12 @@ class Handle:
 
     def __repr__(self) -> str:
         """State in one line, without a collective."""
-        return (
-            f"Handle(stage={self.options.stage}, rank={self.rank}/{self.world_size}, units={len(self.layout.units)}, "
-            f"parameters={len(self.layout.names)}, step={self._parts.grads.step}, skipped={self.steps_skipped})"
-        )
+        stage, step = f"ZeRO stage {self.options.stage}", self._parts.grads.step
+        if self._closed:
+            return f"closed handle · {stage}, step {step}"
+        skipped = f", {self.steps_skipped} skipped" if self.steps_skipped else ""
+        line = rank_line(self.layout, self.rank, whole=not self.options.rules.shards_state)
+        return f"{line} · {stage}, step {step}{skipped}"
 
 
 def _bytes_of(tensors: Sequence[Tensor], seen: set[int]) -> int:

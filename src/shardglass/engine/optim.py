@@ -77,6 +77,27 @@ class OwnedRun:
         """The run in the shard."""
         return slice(self.run.start, self.run.stop)
 
+    @property
+    def params_in_partition(self) -> tuple[str, ...]:
+        """Names of the parameters with elements in it, in memory order."""
+        return tuple(piece.name for piece in self.run.slices)
+
+    @property
+    def params_not_in_partition(self) -> tuple[str, ...]:
+        """Names of the other parameters of its group and buffer, in memory order."""
+        inside = set(self.params_in_partition)
+        params = self.buffer.layout.params
+        return tuple(p.name for p in params if p.group == self.run.group and p.name not in inside)
+
+    def __repr__(self) -> str:
+        """State in one line, without a collective."""
+        run, names = self.run, [name.removeprefix("model.") for name in self.params_in_partition]
+        span = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        return (
+            f"group {run.group} of {self.buffer.layout.key} · elements {run.start:,} to {run.stop - 1:,} · "
+            f"{len(names)} tensors: {span}"
+        )
+
 
 class OptimizerShards:
     """The optimizer's tensors of this rank, their gradients, and the step."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardglass.errors import ModelError, OptimizerError, suggestion
 from shardglass.layout import ParamSpec
+from shardglass.layout.line import DTYPE_WORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,17 @@ class Unit:
     is_block: bool
     modules: tuple[nn.Module, ...]
     params: Mapping[str, nn.Parameter]
+
+    def __repr__(self) -> str:
+        """State in one line: values of parameters would flood a debugger."""
+        numel = sum(p.numel() for p in self.params.values())
+        dtypes = "+".join(
+            dict.fromkeys(DTYPE_WORDS.get(w, w) for w in (dtype_name(p.dtype) for p in self.params.values()))
+        )
+        frozen = sum(not p.requires_grad for p in self.params.values())
+        said = f", {frozen} of them frozen" if frozen else ""
+        kind = "block" if self.is_block else "root unit"
+        return f"{kind} {self.name} · {len(self.params)} tensors{said} · {numel:,} elements {dtypes}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -15,14 +15,13 @@ DTYPE_WORDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float6
 _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
-def rank_line(layout: Layout, rank: int, *, whole: bool = False, buffers: Sequence[Buffer] | None = None) -> str:
+def rank_line(layout: Layout, rank: int, *, whole: bool = False) -> str:
     """One line: how much of the parameters a rank's shards have, how many tensors, and the last one that is cut.
 
     Args:
         layout: The layout.
         rank: The rank.
         whole: The rank keeps each buffer whole, whatever the layout cuts.
-        buffers: Only these of the layout's buffers; None for all.
 
     Returns:
         Such as "rank 0 of 2 · 7.7 of 15.4 GB bf16 · 194 of 387 tensors, last cut:
@@ -33,10 +32,14 @@ def rank_line(layout: Layout, rank: int, *, whole: bool = False, buffers: Sequen
         UsageError: No such rank.
     """
     layout.check_rank(rank)
-    chosen = layout.buffers if buffers is None else buffers
+    return f"rank {rank} of {layout.world_size} · {held_line(layout.buffers, rank, whole=whole)}"
+
+
+def held_line(buffers: Sequence[Buffer], rank: int, *, whole: bool = False) -> str:
+    """``rank_line`` of some buffers, without the rank."""
     here = total = num_here = num_total = 0
     cut: tuple[str, int, int] | None = None
-    for buffer in chosen:
+    for buffer in buffers:
         shard = buffer.holders.shard_of(rank)
         total += buffer.real_numel * buffer.itemsize
         num_total += len(buffer.params)
@@ -47,10 +50,9 @@ def rank_line(layout: Layout, rank: int, *, whole: bool = False, buffers: Sequen
             count, last = _held(buffer, shard)
             num_here += count
             cut = last or cut
-    dtypes = "+".join(dict.fromkeys(DTYPE_WORDS.get(b.dtype, b.dtype) for b in chosen))
-    tensors = f"{num_here:,} of {num_total:,} tensors"
+    dtypes = "+".join(dict.fromkeys(DTYPE_WORDS.get(b.dtype, b.dtype) for b in buffers))
     said = "none cut" if cut is None else f"last cut: {cut[0].removeprefix('model.')} ({cut[1]:,} of {cut[2]:,} here)"
-    return f"rank {rank} of {layout.world_size} · {share(here, total)} {dtypes} · {tensors}, {said}"
+    return f"{share(here, total)} {dtypes} · {num_here:,} of {num_total:,} tensors, {said}"
 
 
 def _held(buffer: Buffer, shard: int) -> tuple[int, tuple[str, int, int] | None]:
@@ -67,7 +69,7 @@ def _held(buffer: Buffer, shard: int) -> tuple[int, tuple[str, int, int] | None]
 
 def share(here: int, total: int) -> str:
     """Two byte counts in the unit of the larger one, such as "7.7 of 15.4 GB" (10^9 bytes)."""
-    for size, unit in _UNITS:
-        if total >= size:
-            return f"{here / size:.1f} of {total / size:.1f} {unit}"
+    for unit_bytes, unit in _UNITS:
+        if total >= unit_bytes:
+            return f"{here / unit_bytes:.1f} of {total / unit_bytes:.1f} {unit}"
     return f"{here} of {total} bytes"

@@ -16,22 +16,27 @@ PARAM_PERSISTENCE_THRESHOLD = 100_000
 """DeepSpeed's default of ``stage3_param_persistence_threshold``."""
 
 
-def params_in_partition(layout: Layout, rank: int) -> dict[int, tuple[str, ...]]:
+def params_in_partition(layout: Layout, rank: int, *, whole: bool = False) -> dict[int, tuple[str, ...]]:
     """Names of the parameters of which a rank optimizes elements, by group, in memory order.
 
-    Raises:
-        UsageError: No such rank.
-    """
-    return _by_group(layout, rank, inside=True)
-
-
-def params_not_in_partition(layout: Layout, rank: int) -> dict[int, tuple[str, ...]]:
-    """Names of the other parameters that are optimized, by group, in memory order.
+    Args:
+        layout: The layout.
+        rank: The rank.
+        whole: It optimizes every buffer whole, whatever the layout cuts.
 
     Raises:
         UsageError: No such rank.
     """
-    return _by_group(layout, rank, inside=False)
+    return _by_group(layout, rank, inside=True, whole=whole)
+
+
+def params_not_in_partition(layout: Layout, rank: int, *, whole: bool = False) -> dict[int, tuple[str, ...]]:
+    """Names of the other parameters that are optimized, by group, in memory order; arguments as above.
+
+    Raises:
+        UsageError: No such rank.
+    """
+    return _by_group(layout, rank, inside=False, whole=whole)
 
 
 def first_offset(layout: Layout, rank: int) -> dict[int, int]:
@@ -52,13 +57,13 @@ def first_offset(layout: Layout, rank: int) -> dict[int, int]:
     return offsets
 
 
-def _by_group(layout: Layout, rank: int, *, inside: bool) -> dict[int, tuple[str, ...]]:
+def _by_group(layout: Layout, rank: int, *, inside: bool, whole: bool) -> dict[int, tuple[str, ...]]:
     """The parameters with elements on a rank, or those without."""
     layout.check_rank(rank)
     found: dict[int, list[str]] = {}
     for group, buffer, k, shard in _optimized(layout, rank):
         names = found.setdefault(group, [])
-        if (next(buffer.runs(k, shard), None) is not None) == inside:
+        if (whole or next(buffer.runs(k, shard), None) is not None) == inside:
             names.append(buffer.params[k].name)
     return {group: tuple(names) for group, names in sorted(found.items())}
 

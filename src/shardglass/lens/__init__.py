@@ -1,4 +1,5 @@
-"""Looking at a run: comparison of tensors, tensor by tensor.
+"""Looking at a run: where every tensor is, what wraps what, and comparison of tensors.
 
-Import the modules, not this package: ``lens.compare`` loads torch, others here need not.
+Import the modules, not this package: ``look`` with its readers and ``compare`` load torch; ``snapshot``,
+``whereabouts``, ``changes``, ``check`` and ``wrappers`` do not.
 """
