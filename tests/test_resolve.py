@@ -4,11 +4,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from shardglass.config import load_config
 from shardglass.errors import ConfigError, UsageError
 from shardglass.options import EngineOptions
-from shardglass.resolve import OptimizerSpec, RunArguments, SchedulerSpec, lr_at, resolve, warmup_steps_of
+from shardglass.resolve import (
+    BatchNumbers,
+    OptimizerSpec,
+    RunArguments,
+    SchedulerSpec,
+    lr_at,
+    note_of_short_data,
+    resolve,
+    warmup_steps_of,
+)
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "qwen" / "finetune"
 
@@ -102,7 +113,7 @@ def test_what_is_not_known_yet_can_be_left_open_and_is_an_error_in_the_end():
 def test_stage_3_is_refused_with_the_stages_that_run():
     message = fault(EXAMPLES / "ds_config_zero3.json", replace(QWEN, total_steps=10, hidden_size=64))
     assert message.splitlines()[1:] == ["  zero_optimization.stage is 3: not supported yet; use one of 0, 1, 2"]
-    with pytest.raises(ConfigError, match="the command line: 1 fault\n  --stage is 3: not supported yet"):
+    with pytest.raises(ConfigError, match="the command line: 1 fault\n  --zero_stage is 3: not supported yet"):
         resolve(None, RunArguments(), world_size=1, stage=3)
 
 
@@ -305,7 +316,7 @@ def test_table_of_configs_and_arguments(source, args, read, expected):
 
 def test_a_stage_flag_fills_a_missing_stage_and_contradicts_another():
     assert run({"zero_optimization": {}}, stage=1).stage == 1
-    assert "zero_optimization.stage  2     --stage  1" in fault({"zero_optimization": {"stage": 2}}, stage=1)
+    assert "zero_optimization.stage  2     --zero_stage  1" in fault({"zero_optimization": {"stage": 2}}, stage=1)
 
 
 def test_all_contradictions_come_as_one_table():
@@ -412,3 +423,109 @@ def test_sections_with_remarks_are_noted():
 def test_unknown_keys_that_were_allowed_appear_in_the_notes():
     config = load_config({"new_key": 1}, allow_unknown=True)
     assert resolve(config, RunArguments(), world_size=1).notes == ("unknown key left out: new_key",)
+
+
+# ---- data that does not fill a step ----
+
+
+def loader_batches(samples, batch, drops_last):
+    """What the Trainer's data loader gives each rank, from the classes that it uses."""
+    inner = BatchSampler(SequentialSampler(range(samples)), batch.micro, drops_last)
+    if batch.world_size == 1:
+        return [list(inner)]
+    return [list(BatchSamplerShard(inner, batch.world_size, rank)) for rank in range(batch.world_size)]
+
+
+@pytest.mark.parametrize("drops_last", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_short_data_is_told_as_the_data_loader_draws_it(drops_last, world_size, micro):
+    batch = BatchNumbers(micro=micro, accumulation=2, world_size=world_size, train=2 * micro * world_size)
+    for samples in range(1, batch.train):
+        ranks = loader_batches(samples, batch, drops_last)
+        drawn = [index for rank in ranks for rows in rank for index in rows]
+        if not drawn:
+            with pytest.raises(ConfigError, match="dataloader_drop_last leaves nothing"):
+                note_of_short_data(samples, batch, drops_last=drops_last)
+            continue
+        note = note_of_short_data(samples, batch, drops_last=drops_last)
+        assert f"a step takes {batch.train}: an epoch is one step of {len(drawn)}" in note
+        again = len(drawn) - len(set(drawn))
+        assert (f"{again} of them drawn again" in note) == (again > 0)
+        assert (f"{samples - len(drawn)} are left out" in note) == (len(set(drawn)) < samples)
+    assert note_of_short_data(batch.train, batch, drops_last=drops_last) is None
+
+
+# ---- what a section overrules ----
+
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
+
+
+@pytest.mark.parametrize(
+    ("section", "optim"),
+    [
+        ({"type": "AdamW"}, "adamw_torch"),
+        ({"type": "Adam"}, "adamw_torch_fused"),
+        (SGD["optimizer"], "sgd"),
+        ({"type": "Adagrad"}, "adagrad"),
+    ],
+)
+def test_an_optim_that_is_the_sections_own_is_no_contradiction(section, optim):
+    assert run({"optimizer": section}, given(optim=optim)).optimizer is not None
+
+
+@pytest.mark.parametrize(
+    ("section", "optim"),
+    [
+        ({"type": "AdamW"}, "sgd"),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, "adamw_torch"),
+        (SGD["optimizer"], "rmsprop"),
+    ],
+)
+def test_an_optim_that_the_section_overrules_is_a_contradiction_with_its_own_remedy(section, optim):
+    lines = fault({"optimizer": section}, given(optim=optim)).splitlines()
+    assert lines[0] == "the DeepSpeed config contradicts the command line in 1 value; drop the flag:"
+    assert lines[2].split() == ["optimizer.type", section["type"], "--optim", optim]
+    assert lines[3] == "  optimizer.type: drop the flag, or remove the optimizer section"
+    assert run({"optimizer": section}, RunArguments(optim=optim)).optimizer is not None  # a default is no wish
+
+
+def test_the_usual_remedy_is_told_beside_one_of_its_own():
+    source = {"gradient_clipping": 0.5, **SGD}
+    lines = fault(source, given(optim="adagrad", max_grad_norm=1.0)).splitlines()
+    assert lines[0].endswith('in 2 values; write "auto" in the JSON, or drop the flag:')
+    assert lines[-1].startswith("  optimizer.type: ")
+
+
+def test_given_flags_that_do_nothing_are_notes():
+    notes = run(SGD, given(adam_beta2=0.95, adam_epsilon=1e-6, optim_args="momentum=0.9")).notes
+    assert "--optim_args has no effect: the optimizer section decides" in notes
+    assert "--adam_beta2 and --adam_epsilon have no effect: the optimizer section's SGD takes none" in notes
+    assert run(SGD, RunArguments(adam_beta2=0.95, optim_args="momentum=0.9")).notes == run(SGD).notes
+    notes = resolve(None, given(optim="sgd", adam_beta1=0.8, optim_args="momentum=0.9"), world_size=1).notes
+    assert notes == ("--adam_beta1 has no effect: sgd takes none",)
+    notes = resolve(None, given(optim="adamw_torch", adam_beta1=0.8, optim_args="momentum=0.9"), world_size=1).notes
+    assert notes == ("--optim_args has no effect: adamw_torch takes none",)
+    adagrad = {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-3}}}
+    assert run(adagrad, given(adam_epsilon=1e-6)).optimizer.eps == 1e-6
+
+
+def test_a_scheduler_section_says_what_it_overrules():
+    source = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}
+    notes = run(source, given(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 2})).notes
+    assert any(note.startswith("the scheduler section wins over --lr_scheduler_type cosine") for note in notes)
+    assert "--lr_scheduler_kwargs has no effect: the scheduler section decides" in notes
+
+
+def test_arguments_from_python_are_not_called_flags():
+    python = replace(given(learning_rate=1e-5, fp16=True, optim="sgd"), from_command=False)
+    source = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR"}}
+    text = fault(source, python, stage=3)
+    assert text.startswith("the DeepSpeed config contradicts the training arguments in 2 values; ")
+    assert 'write "auto" in the JSON, or leave the argument out:' in text
+    assert "argument's value" in text
+    with pytest.raises(ConfigError, match="the training arguments: 2 faults\n  zero_stage is 3") as caught:
+        resolve(None, python, world_size=1, stage=3)
+    for said in (text, str(caught.value)):
+        assert not any(word in said for word in ("--", "flag", "command line"))

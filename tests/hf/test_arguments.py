@@ -18,6 +18,7 @@ from shardglass.errors import ConfigError, InvariantError
 from shardglass.hf.arguments import Command, ZeroTrainingArguments, check_plain_arguments, parse_command
 from shardglass.hf.data_options import DataOptions
 from shardglass.hf.flags import (
+    IDLE_FLAGS,
     LABEL_POLICIES,
     DataArguments,
     EngineFlags,
@@ -189,6 +190,11 @@ def test_one_mistake_is_one_line_and_the_remedy():
         (["--warmup_ratio", "1.5"], "--warmup_ratio is 1.5: it must be at least 0 and at most 1"),
         (["--per_device_train_batch_size", "0"], "it must be at least 1"),
         (["--num_train_epochs", "0"], "it must be above 0"),
+        (["--max_steps", "0"], "--max_steps is 0: it must be at least 1, or -1"),
+        (["--max_steps=-2"], "--max_steps is -2: it must be at least 1, or -1"),
+        (["--seed=-1"], "--seed is -1: it must be at least 0 and at most 4294967295"),
+        (["--deepspeed="], "--deepspeed: a value is missing"),
+        (["--output_dir="], "--output_dir: a value is missing"),
         (["--fsdp", "full_shard"], "fsdp is set, but shardglass shards the model itself"),
         (["--parallelism_config", "x"], "it cannot be given on the command line"),
         (["--fp16", "--bf16"], "At most one of fp16 and bf16"),
@@ -212,6 +218,17 @@ def test_lora_flags_without_lora_are_noted():
         "--lora_r has no effect without --use_lora",
         "--lora_target_modules has no effect without --use_lora",
     )
+
+
+def test_flags_that_do_nothing_here_are_noted():
+    command = parse("--ddp_find_unused_parameters", "False", "--do_train", "--eval_data_path", "held_out.json")
+    assert command.notes == (
+        "--ddp_find_unused_parameters has no effect: the engine reduces the gradients itself, without DDP",
+        "--do_train has no effect: this command trains",
+        "--eval_data_path has no effect: nothing is evaluated without --eval_strategy steps or epoch",
+    )
+    assert set(IDLE_FLAGS) <= set(kinds_in_source())
+    assert parse("--max_steps", "-1").notes == ()
 
 
 def test_a_default_of_the_script_must_name_a_flag():

@@ -158,6 +158,6 @@ def test_a_loss_that_is_nan_at_one_step_stands_in_the_log_at_that_step_alone():
 
 
 def test_defaults_that_a_config_is_filled_from_are_those_of_the_training_arguments():
-    assert run_arguments(ZeroTrainingArguments()) == RunArguments()
+    assert run_arguments(ZeroTrainingArguments()) == RunArguments(from_command=False)
     assert ZeroTrainingArguments().logging_nan_inf_filter is False
     assert TrainingArguments(use_cpu=True).logging_nan_inf_filter is True  # else our own default is needless

@@ -148,7 +148,7 @@ def test_every_kind_of_contradiction_is_a_row_with_both_values_and_the_flag():
     assert head.startswith("the DeepSpeed config contradicts the command line in 13 values; ")
     assert re.split(r"  +", titles.strip()) == ["key", "JSON", "flag", "flag's value"]
     assert {line.split()[0]: line.split()[1:] for line in lines} == {
-        "zero_optimization.stage": ["2", "--stage", "1"],
+        "zero_optimization.stage": ["2", "--zero_stage", "1"],
         "fp16.enabled": ["false", "--fp16", "true"],
         "bf16.enabled": ["true", "--bf16", "false"],
         "bf16.check_grad_overflow": ["true", "--skip_nonfinite", "false"],

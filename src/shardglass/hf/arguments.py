@@ -26,6 +26,7 @@ from transformers.training_args import OptimizerNames
 
 from shardglass.errors import ConfigError, InvariantError, suggestion
 from shardglass.hf.flags import (
+    IDLE_FLAGS,
     DataArguments,
     EngineFlags,
     LaunchArguments,
@@ -184,7 +185,7 @@ def parse_command(argv: Sequence[str], *, defaults: Mapping[str, object] = _NOTH
     faults = [*scanned.faults, *early_faults(scanned.values), *_choice_faults(scanned), *_optim_faults(scanned)]
     if faults:
         raise flags_error(faults)
-    notes = [*scanned.notes, *_lora_notes(scanned)]
+    notes = [*scanned.notes, *_idle_notes(scanned)]
     explicit = frozenset(scanned.values)
     values = {**defaults, **scanned.values}
     if rehearse:
@@ -234,9 +235,13 @@ def _optim_faults(scanned: Scanned) -> list[str]:
     return [f"--{fault}"] if fault is not None else []
 
 
-def _lora_notes(scanned: Scanned) -> list[str]:
-    idle = [name for name in scanned.values if name.startswith("lora_")]
-    return [f"--{name} has no effect without --use_lora" for name in idle]
+def _idle_notes(scanned: Scanned) -> list[str]:
+    """Say which flags do nothing in this command, or nothing without another one."""
+    notes = [f"--{name} has no effect without --use_lora" for name in scanned.values if name.startswith("lora_")]
+    notes += [f"--{name} has no effect: {IDLE_FLAGS[name]}" for name in scanned.values if name in IDLE_FLAGS]
+    if scanned.values.get("eval_data_path") and str(scanned.values.get("eval_strategy", "no")) == "no":
+        notes.append("--eval_data_path has no effect: nothing is evaluated without --eval_strategy steps or epoch")
+    return notes
 
 
 def _made(cls: Any, values: Mapping[str, object]) -> Any:

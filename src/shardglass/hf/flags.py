@@ -117,30 +117,54 @@ def optim_fault(optim: str) -> str | None:
     )
 
 
+_NO_DDP = "the engine reduces the gradients itself, without DDP"
+
+IDLE_FLAGS = {
+    "ddp_broadcast_buffers": _NO_DDP,
+    "ddp_bucket_cap_mb": _NO_DDP,
+    "ddp_find_unused_parameters": _NO_DDP,
+    "ddp_static_graph": _NO_DDP,
+    "do_eval": "--eval_strategy decides when the run evaluates",
+    "do_predict": "this command trains",
+    "do_train": "this command trains",
+    "fsdp_config": "the engine shards the model itself, without FSDP",
+}
+"""Flags of transformers that do nothing in this command, and why."""
+
+
 LABEL_POLICIES = ("assistant", "all", "qwen")
 """Values of ``--label_policy``; what they mean is told in ``labels``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """An interval of allowed numbers."""
+    """An interval of allowed numbers, and one more outside of it that has a meaning of its own."""
 
     low: float
     high: float = math.inf
+    other: float | None = None
     low_excluded: bool = False
     high_excluded: bool = False
 
     def holds(self, value: float) -> bool:
         """Whether ``value`` lies in the interval; nan and infinities never do."""
+        if value == self.other:
+            return True
         if not math.isfinite(value) or value < self.low or value > self.high:
             return False
         return not (self.low_excluded and value == self.low) and not (self.high_excluded and value == self.high)
 
     def __str__(self) -> str:
         low = f"above {self.low:g}" if self.low_excluded else f"at least {self.low:g}"
+        other = "" if self.other is None else f", or {self.other:g}"
         if self.high == math.inf:
-            return low
-        return f"{low} and {'below' if self.high_excluded else 'at most'} {self.high:g}"
+            return f"{low}{other}"
+        return f"{low} and {'below' if self.high_excluded else 'at most'} {_number(self.high)}{other}"
+
+
+def _number(value: float) -> str:
+    """Whole numbers with all their digits."""
+    return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
 RANGES = {
@@ -148,6 +172,7 @@ RANGES = {
     "per_device_eval_batch_size": Range(low=1),
     "gradient_accumulation_steps": Range(low=1),
     "num_train_epochs": Range(low=0, low_excluded=True),
+    "max_steps": Range(low=1, other=-1),
     "learning_rate": Range(low=0),
     "weight_decay": Range(low=0),
     "adam_beta1": Range(low=0, high=1, high_excluded=True),
@@ -158,7 +183,9 @@ RANGES = {
     "warmup_steps": Range(low=0),
     "logging_steps": Range(low=0),
     "save_steps": Range(low=0),
+    "eval_steps": Range(low=0),
     "dataloader_num_workers": Range(low=0),
+    "seed": Range(low=0, high=2**32 - 1),
     "zero_stage": Range(low=0, high=3),
     "model_max_length": Range(low=2),
     "max_skipped_steps": Range(low=1),
@@ -198,6 +225,7 @@ def flags_error(faults: Iterable[str]) -> ConfigError:
 def early_faults(values: Mapping[str, Any]) -> list[str]:
     """Say what is wrong with the values of a command, as far as it can be told without transformers."""
     faults = [f"--{name} is required" for name in ("model_name_or_path", "data_path") if not values.get(name)]
+    faults += [f"--{name}: a value is missing" for name in ("output_dir", "deepspeed") if values.get(name) == ""]
     faults += [f"--{fault}" for fault in range_faults(values)]
     for name in ("use_lora", "q_lora"):
         if values.get(name):

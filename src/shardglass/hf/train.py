@@ -27,6 +27,7 @@ from shardglass.hf.resolved_file import ResolvedConfigCallback
 from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
 from shardglass.report.terminal import render_summary
+from shardglass.resolve import note_of_short_data
 
 SUMMARY_FILE = "shardglass_summary.json"
 """The run summary as JSON, beside the saved model."""
@@ -52,12 +53,12 @@ def _run(argv: Sequence[str], defaults: Mapping[str, str], *, is_main: bool) -> 
     """The command; ``record`` writes an exception that is no user's mistake to torchrun's error file."""
     try:
         command = parse_command(argv, defaults=defaults)
-        notes = _check_output(command) if is_main else []
-        trainer = build_trainer(command, is_main=is_main)
+        notes = [*command.notes, *(_check_output(command) if is_main else [])]
+        trainer, found = build_trainer(command, is_main=is_main)
     except ShardglassError as error:
         _fail(error, shared=True)
     try:
-        _train(command, trainer, notes, Console(soft_wrap=True) if is_main else None)
+        _train(trainer, [*notes, *found], Console(soft_wrap=True) if is_main else None)
     except ShardglassError as error:
         _fail(error, shared=False)
 
@@ -73,9 +74,8 @@ def _check_output(command: Command) -> list[str]:
     )
 
 
-def _train(command: Command, trainer: ZeroTrainer, more_notes: Sequence[str], console: Console | None) -> None:
+def _train(trainer: ZeroTrainer, notes: Sequence[str], console: Console | None) -> None:
     """Train, save, show."""
-    notes = [*command.notes, *more_notes, *trainer.resolved.notes]
     if console is not None:
         for note in notes:
             console.print(f"note: {note}", highlight=False, markup=False)
@@ -87,13 +87,17 @@ def _train(command: Command, trainer: ZeroTrainer, more_notes: Sequence[str], co
     summary = callback.summary()
     if console is not None:
         render_summary(summary, console)
-        (Path(str(command.training.output_dir)) / SUMMARY_FILE).write_text(summary.to_json(), encoding="utf-8")
-        console.print(f"saved model: {command.training.output_dir}", highlight=False, markup=False)
+        folder = str(trainer.args.output_dir)
+        Path(folder, SUMMARY_FILE).write_text(summary.to_json(), encoding="utf-8")
+        console.print(f"saved model: {folder}", highlight=False, markup=False)
     torch.distributed.destroy_process_group()
 
 
-def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
+def build_trainer(command: Command, *, is_main: bool) -> tuple[ZeroTrainer, list[str]]:
     """Everything between the flags and ``train()``.
+
+    Returns:
+        The trainer, and what the user should know of config and data.
 
     Raises:
         ShardglassError: Flags, config, data, tokenizer or model cannot be used; nothing was written.
@@ -119,7 +123,9 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
         eval_data = build_dataset(data_args.eval_data_path, tokenizer, options, is_main=is_main)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_resume(training.resume_from_checkpoint, Path(str(training.output_dir)), world_size)
-    resolve_run(training)  # the Trainer does it again; here a wrong config is found before the weights are read
+    # The Trainer resolves it again; here a wrong config is found before the weights are read.
+    batch = resolve_run(training).batch
+    short = note_of_short_data(len(train_data), batch, drops_last=training.dataloader_drop_last)
     model = load_model(
         model_args.model_name_or_path,
         attn_implementation=model_args.attn_implementation,
@@ -127,7 +133,7 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
         **where,
     )
     prepare_for_training(model, tokenizer, recomputes=_recomputes(training))
-    return ZeroTrainer(
+    trainer = ZeroTrainer(
         model=model,
         args=training,
         train_dataset=train_data,
@@ -135,6 +141,7 @@ def build_trainer(command: Command, *, is_main: bool) -> ZeroTrainer:
         data_collator=build_collator(tokenizer, options),
         processing_class=tokenizer,
     )
+    return trainer, [*trainer.resolved.notes, *([short] if short else [])]
 
 
 def _recomputes(training: Any) -> bool:

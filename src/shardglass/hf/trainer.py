@@ -338,6 +338,7 @@ def run_arguments(args: Any) -> RunArguments:
     if given is None:
         defaults = RunArguments()
         given = {name for name, value in known.items() if value != getattr(defaults, name)}
+        known["from_command"] = False
     return RunArguments(**known, explicit=frozenset(given))
 
 

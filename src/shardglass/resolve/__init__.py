@@ -4,6 +4,7 @@ Never loads torch. ``values`` holds the types, ``filler`` fills one value and ke
 arithmetic, ``optimizer`` and ``scheduler`` those two sections, ``run`` puts them together.
 """
 
+from shardglass.resolve.batch import note_of_short_data
 from shardglass.resolve.run import resolve
 from shardglass.resolve.values import (
     BatchNumbers,
@@ -23,6 +24,7 @@ __all__ = [
     "RunArguments",
     "SchedulerSpec",
     "lr_at",
+    "note_of_short_data",
     "resolve",
     "warmup_steps_of",
 ]

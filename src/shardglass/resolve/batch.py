@@ -1,6 +1,10 @@
-"""The batch numbers: ``train_batch_size = micro × accumulation × world size``, checked or completed."""
+"""The batch numbers: ``train_batch_size = micro × accumulation × world size``, checked or completed.
+
+Owns them, and what becomes of data that does not fill one step.
+"""
 
 from shardglass.config import AUTO, DeepSpeedConfig
+from shardglass.errors import ConfigError
 from shardglass.resolve.filler import Filler
 from shardglass.resolve.values import BatchNumbers, Source
 
@@ -45,7 +49,7 @@ def _contradiction(filler: Filler, train: int, factors: tuple[int, int, int]) ->
     product = factors[0] * factors[1] * factors[2]
     text = f"{factors[0]} × {factors[1]} × {factors[2]} = {product}"
     if filler.gave(_MICRO[1], _ACCUMULATION[1]):
-        flags = f"--{_MICRO[1]} × --{_ACCUMULATION[1]} × world size"
+        flags = f"{filler.named(_MICRO[1])} × {filler.named(_ACCUMULATION[1])} × world size"
         filler.contradict("train_batch_size", train, flags, text)
     else:
         filler.faults.append(
@@ -66,3 +70,41 @@ def _divided(filler: Filler, names: tuple[str, str], train: int, factors: tuple[
         return 1
     filler.put(key, train // product, "derived", flag=flag)
     return train // product
+
+
+def note_of_short_data(samples: int, batch: BatchNumbers, *, drops_last: bool) -> str | None:
+    """Say what a step trains on when the data does not fill it; None if it does.
+
+    The counts are those of the Trainer's data loader: whole micro-batches, dealt to the ranks in turn; with more than
+    one rank, samples are drawn again until each has equally many full ones.
+
+    Args:
+        samples: Length of the data.
+        batch: The numbers of the run.
+        drops_last: Whether what fills no batch is left out.
+
+    Raises:
+        ConfigError: Without what is left out there is nothing.
+    """
+    if samples >= batch.train:
+        return None
+    ranks = batch.world_size
+    batches = samples // batch.micro if drops_last else -(-samples // batch.micro)
+    batches = batches // ranks if drops_last else -(-batches // ranks)
+    if batches == 0:
+        raise ConfigError(
+            f"dataloader_drop_last leaves nothing: the data has {_samples(samples)}, and {batch.micro} × {ranks} ranks "
+            "are needed for one batch; give a smaller per_device_train_batch_size or more data"
+        )
+    drawn = batches * batch.micro * ranks if ranks > 1 or drops_last else samples
+    if drawn == samples:
+        what = ""
+    elif drawn < samples:
+        what = f"; {samples - drawn} are left out (dataloader_drop_last)"
+    else:
+        what = f", {drawn - samples} of them drawn again so that every rank has a full batch"
+    return f"the data has {_samples(samples)} and a step takes {batch.train}: an epoch is one step of {drawn}{what}"
+
+
+def _samples(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"

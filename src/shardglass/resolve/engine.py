@@ -16,14 +16,14 @@ def fill_stage(config: DeepSpeedConfig | None, filler: Filler, stage: int | None
     key = "zero_optimization.stage"
     json_value = config.zero_optimization.stage if config and config.zero_optimization else None
     if json_value is not None and stage is not None and stage != json_value:
-        filler.contradict(key, json_value, "--stage", stage)
+        filler.contradict(key, json_value, filler.named("zero_stage"), stage)
     missing = 0 if config else EngineOptions().stage
     number = next(value for value in (json_value, stage, missing) if value is not None)
     if json_value is not None:
         filler.put(key, number, "json", flag="zero_stage")
     else:
         filler.put(key, number, "default" if stage is None else "flag", flag="zero_stage")
-    fault = stage_fault("--stage" if json_value is None else key, number)
+    fault = stage_fault(filler.named("zero_stage") if json_value is None else key, number)
     if fault:
         filler.faults.append(fault)
     return number
@@ -33,7 +33,8 @@ def fill_precision(config: DeepSpeedConfig, filler: Filler) -> bool:
     """Decide both switches; return whether the model computes in bfloat16."""
     args = filler.args
     if filler.take("fp16.enabled", (config.fp16 or Fp16()).enabled, "fp16", args.fp16):
-        filler.faults.append("--fp16: float16 needs loss scaling, which is not supported yet; use --bf16")
+        fp16, instead = filler.named("fp16"), filler.named("bf16")
+        filler.faults.append(f"{fp16}: float16 needs loss scaling, which is not supported yet; use {instead}")
     section = config.precision or Bf16()
     return bool(filler.take(f"{_bf16_name(config)}.enabled", section.enabled, "bf16", args.bf16))
 

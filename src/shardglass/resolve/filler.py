@@ -16,20 +16,43 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contradiction:
-    """A value of the JSON against a flag that the user gave, each as text."""
+    """A value of the JSON against a flag that the user gave, each as text; ``remedy`` where the usual one is none."""
 
     key: str
     json_value: str
     flag: str
     flag_value: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """How messages speak of the arguments.
+
+    Attributes:
+        whole: All of them.
+        one: One of them.
+        dashes: What stands before a name.
+        drop: How one is not given.
+    """
+
+    whole: str
+    one: str
+    dashes: str
+    drop: str
+
+
+_ON_A_COMMAND_LINE = Words(whole="the command line", one="flag", dashes="--", drop="drop the flag")
+_IN_PYTHON = Words(whole="the training arguments", one="argument", dashes="", drop="leave the argument out")
 
 
 class Filler:
     """Collects the values of one run, and every fault on the way; ``finish`` raises them together."""
 
-    def __init__(self, args: RunArguments, source: str) -> None:
+    def __init__(self, args: RunArguments, source: str | None) -> None:
         self.args = args
-        self.source = source
+        self.words = _ON_A_COMMAND_LINE if args.from_command else _IN_PYTHON
+        self.source = self.words.whole if source is None else source
         self.values: dict[str, ResolvedValue] = {}
         self.contradictions: list[Contradiction] = []
         self.faults: list[str] = []
@@ -40,6 +63,16 @@ class Filler:
         """Record a value for the table; ``flag`` is the argument that fills ``auto`` and a missing key."""
         name = None if flag is None else f"--{flag}"
         self.values[key] = ResolvedValue(key=key, value=value, source=source, used=used, flag=name)
+
+    def named(self, flag: str) -> str:
+        """An argument as the user wrote it: ``--learning_rate``, or ``learning_rate`` in Python."""
+        return f"{self.words.dashes}{flag}"
+
+    def note_idle(self, why: str, *flags: str) -> None:
+        """Say that those of ``flags`` that the user gave do nothing."""
+        idle = [self.named(flag) for flag in flags if self.gave(flag)]
+        if idle:
+            self.notes.append(f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect: {why}")
 
     def gave(self, *flags: str) -> bool:
         """Tell whether the user gave one of ``flags``."""
@@ -67,7 +100,7 @@ class Filler:
             self.put(key, value, "flag" if given else "default", flag=flag)
             return value
         if given and json_value != flag_value:
-            self.contradict(key, json_value, f"--{flag}", flag_value)
+            self.contradict(key, json_value, self.named(flag), flag_value)
         self.put(key, json_value, "json", flag=flag)
         return json_value
 
@@ -77,10 +110,13 @@ class Filler:
         self.put(key, value, "default" if json_value is None else "json")
         return value
 
-    def contradict(self, key: str, json_value: object, flag: str, flag_value: object) -> None:
-        """Keep a contradiction for the report."""
-        row = Contradiction(key=key, json_value=_plain(json_value), flag=flag, flag_value=_plain(flag_value))
-        self.contradictions.append(row)
+    def contradict(self, key: str, json_value: object, flag: str, flag_value: object, remedy: str = "") -> None:
+        """Keep a contradiction for the report; ``flag`` as ``named`` gives it."""
+        self.contradictions.append(
+            Contradiction(
+                key=key, json_value=_plain(json_value), flag=flag, flag_value=_plain(flag_value), remedy=remedy
+            )
+        )
 
     def wait(self, key: str, flag: str | None = None) -> None:
         """Keep a key whose value is not known yet."""
@@ -99,7 +135,7 @@ class Filler:
             faults += [f"{key} needs {_missing(key)}, which is not known; write a number" for key in self.pending]
         parts = []
         if self.contradictions:
-            parts.append(_table(self.source, self.contradictions))
+            parts.append(_table(self.source, self.contradictions, self.words))
         if faults:
             count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
             parts.append(f"{self.source}: {count}\n" + "\n".join(f"  {fault}" for fault in faults))
@@ -115,11 +151,13 @@ def _missing(key: str) -> str:
     return "the hidden size of the model" if key.startswith("zero_optimization") else "the total number of steps"
 
 
-def _table(source: str, rows: list[Contradiction]) -> str:
-    cells = [("key", "JSON", "flag", "flag's value")]
+def _table(source: str, rows: list[Contradiction], words: Words) -> str:
+    cells = [("key", "JSON", words.one, f"{words.one}'s value")]
     cells += [(row.key, row.json_value, row.flag, row.flag_value) for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
     lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     count = "1 value" if len(rows) == 1 else f"{len(rows)} values"
-    head = f'{source} contradicts the command line in {count}; write "auto" in the JSON, or drop the flag:'
-    return "\n".join([head, *(line.rstrip() for line in lines)])
+    remedies = [] if all(row.remedy for row in rows) else ['write "auto" in the JSON']
+    head = f"{source} contradicts {words.whole} in {count}; {', or '.join([*remedies, words.drop])}:"
+    more = [f"  {row.key}: {row.remedy}" for row in rows if row.remedy]
+    return "\n".join([head, *(line.rstrip() for line in lines), *more])

@@ -34,6 +34,10 @@ _MISSING = {
 }
 
 
+_TRAINERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}
+"""The Trainer's names of optimizers that a section can name too."""
+
+
 def fill_optimizer(config: DeepSpeedConfig, filler: Filler) -> OptimizerSpec | None:
     """Decide the optimizer's values; None when the config leaves it to the Trainer."""
     section = config.optimizer
@@ -48,6 +52,7 @@ def fill_optimizer(config: DeepSpeedConfig, filler: Filler) -> OptimizerSpec | N
         spec = _adagrad(params, filler)
     else:
         spec = _adam(section, params, filler)
+    _hold_against_the_trainers(spec, filler)
     if spec.json_type == "Adam" and spec.type == "AdamW" and spec.weight_decay > 0:
         filler.notes.append(
             "DeepSpeed's Adam decouples weight decay, so it runs as AdamW; set adam_w_mode to false for plain Adam"
@@ -63,12 +68,28 @@ def _put_trainers_own(filler: Filler) -> None:
     """Record what the Trainer makes its optimizer from."""
     args = filler.args
     optim = str.__str__(args.optim)  # an Enum of strings in transformers
+    if _TRAINERS.get(optim) == "AdamW":
+        filler.note_idle(f"{optim} takes none", "optim_args")
+    else:
+        filler.note_idle(f"{optim} takes none", "adam_beta1", "adam_beta2", "adam_epsilon")
     filler.put_flag("optimizer.type", optim, "optim")
     filler.put_flag(f"{_PARAMS}lr", args.learning_rate, "learning_rate")
     filler.put_flag(f"{_PARAMS}weight_decay", args.weight_decay, "weight_decay")
     if "adam" in optim:
         filler.put_flag(f"{_PARAMS}betas", (args.adam_beta1, args.adam_beta2), "adam_beta1", "adam_beta2")
         filler.put_flag(f"{_PARAMS}eps", args.adam_epsilon, "adam_epsilon")
+
+
+def _hold_against_the_trainers(spec: OptimizerSpec, filler: Filler) -> None:
+    """What the section overrules of the Trainer's optimizer: another one contradicts, its settings do nothing."""
+    optim = str.__str__(filler.args.optim)
+    if filler.gave("optim") and _TRAINERS.get(optim) != spec.type:
+        remedy = f"{filler.words.drop}, or remove the optimizer section"
+        filler.contradict("optimizer.type", spec.json_type, filler.named("optim"), optim, remedy)
+    filler.note_idle("the optimizer section decides", "optim_args")
+    if spec.betas is None:
+        unused = ("adam_beta1", "adam_beta2", *(("adam_epsilon",) if spec.eps is None else ()))
+        filler.note_idle(f"the optimizer section's {spec.json_type} takes none", *unused)
 
 
 def _adam(section: Optimizer, params: OptimizerParams, filler: Filler) -> OptimizerSpec:
@@ -143,6 +164,6 @@ def _betas(params: OptimizerParams, filler: Filler) -> tuple[float, float]:
     flags = (("adam_beta1", args.adam_beta1), ("adam_beta2", args.adam_beta2))
     for index, (flag, value) in enumerate(flags):
         if filler.gave(flag) and params.betas[index] != value:
-            filler.contradict(f"{key}[{index}]", params.betas[index], f"--{flag}", value)
+            filler.contradict(f"{key}[{index}]", params.betas[index], filler.named(flag), value)
     filler.put(key, params.betas, "json", flag="adam_beta1, --adam_beta2")
     return params.betas

@@ -52,7 +52,7 @@ def resolve(
     """
     if world_size < 1:
         raise UsageError(f"resolve: world_size is {world_size}; it must be at least 1")
-    filler = Filler(args, config.source if config else "the command line")
+    filler = Filler(args, config.source if config else None)
     stage_number = fill_stage(config, filler, stage)
     config = config or DeepSpeedConfig()
     bf16 = fill_precision(config, filler)

@@ -95,8 +95,8 @@ def _warmup_steps(params: SchedulerParams, filler: Filler) -> int | None:
         filler.put(key, steps, "flag" if exact else "derived" if given else "default", flag=_WARMUP_FLAG)
         return steps
     if given and flag_steps is not None and max(1, flag_steps) != max(1, json_value):
-        flag = "--warmup_steps" if filler.args.warmup_steps else "--warmup_ratio"
-        filler.contradict(key, json_value, flag, f"{flag_steps} steps")
+        flag = "warmup_steps" if filler.args.warmup_steps else "warmup_ratio"
+        filler.contradict(key, json_value, filler.named(flag), f"{flag_steps} steps")
     filler.put(key, json_value, "json", flag=_WARMUP_FLAG)
     return json_value
 
@@ -114,7 +114,7 @@ def _total_steps(kind: SchedulerType, params: SchedulerParams, filler: Filler) -
             filler.put(key, args.steps, "flag" if given else "derived", flag="max_steps")
         return args.steps
     if given and json_value != args.max_steps:
-        filler.contradict(key, json_value, "--max_steps", args.max_steps)
+        filler.contradict(key, json_value, filler.named("max_steps"), args.max_steps)
     elif args.steps is not None and json_value != args.steps:
         filler.notes.append(f"the scheduler ends its decay at step {json_value}, the run has {args.steps} steps")
     filler.put(key, json_value, "json", flag="max_steps")
@@ -131,6 +131,7 @@ def _notes(spec: SchedulerSpec, filler: Filler) -> None:
     if spec.type != "WarmupCosineLR":
         first = f"first two steps run at {spec.warmup_min_lr:g}"
     filler.notes.append(
-        f"the scheduler section wins over --lr_scheduler_type {filler.args.lr_scheduler_type}: {spec.type} "
-        f"{after[spec.type]}; as in DeepSpeed, the {first}"
+        f"the scheduler section wins over {filler.named('lr_scheduler_type')} {filler.args.lr_scheduler_type}: "
+        f"{spec.type} {after[spec.type]}; as in DeepSpeed, the {first}"
     )
+    filler.note_idle("the scheduler section decides", "lr_scheduler_kwargs")

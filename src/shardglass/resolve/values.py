@@ -39,11 +39,14 @@ class RunArguments:
         fp16: Compute in float16 (``--fp16`` or ``--fp16_full_eval``).
         hidden_size: Width of the model once it is known; None until then.
         optim: The Trainer's optimizer, for a run whose config has no ``optimizer`` section.
+        optim_args: More of the Trainer's optimizer, as text.
         lr_scheduler_type: The Trainer's scheduler, for a run whose config has no ``scheduler`` section.
+        lr_scheduler_kwargs: More of the Trainer's scheduler.
         skip_nonfinite: Skip a step whose gradient is inf or nan on any rank.
         max_skipped_steps: Skipped steps in a row after which the run stops.
         collective_timeout_s: Seconds after which a collective that did not end is an error.
         explicit: Names of the arguments that the user gave, as above; plus "stage".
+        from_command: Whether they are flags of a command line; if not, messages speak of arguments.
     """
 
     per_device_train_batch_size: int = 8
@@ -62,11 +65,14 @@ class RunArguments:
     fp16: bool = False
     hidden_size: int | None = None
     optim: str = "adamw_torch_fused"
+    optim_args: str | None = None
     lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: object = None
     skip_nonfinite: bool = _ENGINE.skip_nonfinite
     max_skipped_steps: int = _ENGINE.max_skipped_steps
     collective_timeout_s: float = _ENGINE.collective_timeout_s
     explicit: frozenset[str] = frozenset()
+    from_command: bool = True
 
     @property
     def steps(self) -> int | None:
@@ -164,7 +170,7 @@ class Resolved:
     """All that a config and the flags decide.
 
     Attributes:
-        origin: The config's file name, or "the command line" if there is no config.
+        origin: The config's file name; without a config "the command line" or "the training arguments".
         options: Options of the engine.
         param_dtype: torch's name of the dtype the model computes in: "bfloat16" or "float32".
         batch: Batch numbers.
