@@ -1,8 +1,8 @@
 """The command line.
 
-Owns ``shardglass train`` with its help, how its processes are started, and the border where an error becomes a message
-and an exit code. Leaves training to ``hf.train``. Heavy imports stand inside the functions that need them, so that
-help, version and most mistakes are answered before torch is loaded.
+Owns ``shardglass train`` with its help, how its processes are started, ``plan`` and ``env``, and the border where an
+error becomes a message and an exit code. Leaves training to ``hf.train`` and plans to ``hf.planning``. Heavy imports
+stand inside the functions that need them, so that help, version and most mistakes are answered before torch is loaded.
 """
 
 import dataclasses
@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -126,6 +127,109 @@ def _train(context: typer.Context) -> None:
 
     parse_command(flags, rehearse=True)  # what only transformers can check, before any process is started
     sys.exit(_launch(options, flags, on_cpu=bool(early.values.get("use_cpu"))))
+
+
+@app.command("plan", context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
+def _plan(  # noqa: PLR0913  # a flag each
+    model: Annotated[str, typer.Argument(help="A preset, a folder, a config.json, or a name on the hub.")],
+    world_size: Annotated[
+        int | None, typer.Option(help="Number of ranks. Without it --gpu finds the smallest.")
+    ] = None,
+    stage: Annotated[int | None, typer.Option("--stage", "--zero-stage", help="ZeRO stage, 0 to 3.")] = None,
+    scheme: Annotated[
+        str, typer.Option(help="Layout of the partition: units, deepspeed-flat, deepspeed-param, dim0, replicated.")
+    ] = "units",
+    deepspeed: Annotated[str | None, typer.Option(help="DeepSpeed JSON of the run.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="dtype to compute in: bf16 (default), fp32, fp16.")] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option("--micro-batch", "--per-device-train-batch-size", help="Sequences at once on a rank. Default: 1."),
+    ] = None,
+    accumulation: Annotated[
+        int | None,
+        typer.Option("--accumulation", "--gradient-accumulation-steps", help="Micro-batches of a step. Default: 1."),
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option("--seq-len", "--model-max-length", help="Tokens of a sequence. Default: 2048.")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Recompute activations in backward.")
+    ] = False,
+    attention: Annotated[
+        str, typer.Option("--attention", "--attn-implementation", help="sdpa, flash-attention-2 or eager.")
+    ] = "sdpa",
+    optimizer: Annotated[
+        str | None, typer.Option("--optimizer", "--optim", help="Class of torch.optim. Default: AdamW, fused.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Memory of a GPU, such as 24GB.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a machine.")] = 8,
+    host_ram: Annotated[str | None, typer.Option(help="Free RAM of a machine. Default: this one's.")] = None,
+    reserve: Annotated[
+        str | None, typer.Option(help="Memory for what no formula knows, such as 2GB. Default: an assumption, shown.")
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Plan for ranks on this machine's CPU.")] = False,
+    json: Annotated[str | None, typer.Option(help="Write the plan as JSON to a file, or to - alone.")] = None,
+    cache_dir: Annotated[str | None, typer.Option(help="Folder that keeps what is downloaded.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+) -> None:
+    """Say which rank will hold what, and what memory a run will need, before any weight is loaded."""
+    check_versions()
+    from shardglass.hf.planning import PlanFlags, plan_from_flags
+    from shardglass.report.plan_terminal import render_plan
+
+    plan = plan_from_flags(
+        PlanFlags(
+            model=model,
+            world_size=world_size,
+            stage=stage,
+            scheme=scheme,
+            deepspeed=deepspeed,
+            dtype=dtype,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            length=seq_len,
+            recomputes=gradient_checkpointing,
+            attention=attention,
+            optimizer=optimizer,
+            gpu=gpu,
+            gpus_per_node=gpus_per_node,
+            host_ram=host_ram,
+            reserve=reserve,
+            on_cpu=cpu,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
+        )
+    )
+    if json == "-":
+        typer.echo(plan.to_json())
+        return
+    if json is not None:
+        _write(json, plan.to_json())
+    render_plan(plan, Console())
+
+
+def _write(path: str, text: str) -> None:
+    """Write a file that the user named.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    try:
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written: {error.strerror}") from None
+
+
+@app.command("env")
+def _env() -> None:
+    """Show versions, devices and backends, and what was ever tested on such hardware; for bug reports."""
+    from shardglass.hf.environment import environment_rows
+
+    for heading, lines in environment_rows().items():
+        for k, line in enumerate(lines):
+            typer.echo(f"{heading if k == 0 else '':<12}{line}")
 
 
 def split_launch(argv: Sequence[str]) -> tuple[Scanned, list[str]]:

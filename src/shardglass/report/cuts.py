@@ -52,14 +52,13 @@ def cut_rows(layout: Layout, options: EngineOptions) -> tuple[CutRow, ...]:
         if not (buffer.trainable or rules.shards_params):
             continue
         name = buffer.unit if cut.name is None else cut.name
-        number = _NUMBER.search(name)
-        stem = name if number is None else f"{name[: number.start()]}{{}}{name[number.end() :]}"
+        stem, number = stem_of(name)
         key = (cut.left_rank, stem, cut.name is not None, cut.left, cut.right)
-        members.setdefault(key, []).append(None if number is None else int(number.group()))
+        members.setdefault(key, []).append(number)
     return tuple(
         CutRow(
             left_rank=left_rank,
-            pattern=stem.replace("{}", _listed([n for n in numbers if n is not None]), 1),
+            pattern=with_numbers(stem, numbers),
             is_tensor=is_tensor,
             left=left,
             right=right,
@@ -67,6 +66,19 @@ def cut_rows(layout: Layout, options: EngineOptions) -> tuple[CutRow, ...]:
         )
         for (left_rank, stem, is_tensor, left, right), numbers in members.items()
     )
+
+
+def stem_of(name: str) -> tuple[str, int | None]:
+    """A name with its first number as ``{}``, and that number; the name itself and None if it has none."""
+    number = _NUMBER.search(name)
+    if number is None:
+        return name, None
+    return f"{name[: number.start()]}{{}}{name[number.end() :]}", int(number.group())
+
+
+def with_numbers(stem: str, numbers: Sequence[int | None]) -> str:
+    """A stem with the numbers of all names that have it."""
+    return stem.replace("{}", _listed([n for n in numbers if n is not None]), 1)
 
 
 def _listed(numbers: Sequence[int]) -> str:
