@@ -39,6 +39,8 @@ from shardglass.hf.flags import (
     range_faults,
 )
 from shardglass.hf.help import show_help
+from shardglass.hf.mistakes import mistakes_told
+from shardglass.hf.rehearsal import training_faults
 from shardglass.hf.scan import Scanned, kinds_of, scan
 
 __all__ = [
@@ -150,14 +152,14 @@ class Command:
         data: Which data.
         training: How to train; its ``explicit`` is set.
         notes: What became of old flags and of flags without effect.
-        explicit: Names of the fields that the user gave a value.
+        given: Names of the fields that the user gave a value, with the values.
     """
 
     model: ModelArguments
     data: DataArguments
     training: ZeroTrainingArguments
     notes: tuple[str, ...]
-    explicit: frozenset[str]
+    given: Mapping[str, object]
 
 
 def parse_command(argv: Sequence[str], *, defaults: Mapping[str, object] = _NOTHING, rehearse: bool = False) -> Command:
@@ -186,23 +188,21 @@ def parse_command(argv: Sequence[str], *, defaults: Mapping[str, object] = _NOTH
     if faults:
         raise flags_error(faults)
     notes = [*scanned.notes, *_idle_notes(scanned)]
-    explicit = frozenset(scanned.values)
     values = {**defaults, **scanned.values}
     if rehearse:
         values = {**values, "use_cpu": True, "ddp_backend": None}
-    try:
+    with mistakes_told(scanned.values):  # transformers' own checks: one fault, no list
         training = _made(ZeroTrainingArguments, values)
-    except ConfigError:
-        raise
-    except (ValueError, OSError, ImportError) as error:  # transformers' own checks: one fault, no list
-        raise flags_error([str(error)]) from None
-    training.explicit = explicit
+    training.explicit = frozenset(scanned.values)
+    faults = training_faults(training, evaluates=bool(values.get("eval_data_path")))
+    if faults:
+        raise flags_error(faults)
     return Command(
         model=_made(ModelArguments, values),
         data=_made(DataArguments, values),
         training=training,
         notes=tuple(notes),
-        explicit=explicit,
+        given=scanned.values,
     )
 
 

@@ -26,7 +26,7 @@ class ModelArguments:
     model_name_or_path: str = _flag("", "Folder with the model, or its name on the hub. Required.")
     cache_dir: str | None = _flag(None, "Folder that keeps what is downloaded.")
     attn_implementation: str | None = _flag(None, "Attention kernel: eager, sdpa, flash_attention_2.")
-    dtype: str | None = _flag(None, "dtype to load the weights in: auto, float32, bfloat16.")
+    dtype: str | None = _flag(None, "dtype to load the weights in: auto, float32, bfloat16, float16.")
     trust_remote_code: bool = _flag(default=False, help_text="Run Python code that comes with the model.")
 
 
@@ -136,6 +136,10 @@ LABEL_POLICIES = ("assistant", "all", "qwen")
 """Values of ``--label_policy``; what they mean is told in ``labels``."""
 
 
+LOAD_DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""Values of ``--dtype``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
     """An interval of allowed numbers, and one more outside of it that has a meaning of its own."""
@@ -185,6 +189,7 @@ RANGES = {
     "save_steps": Range(low=0),
     "eval_steps": Range(low=0),
     "dataloader_num_workers": Range(low=0),
+    "label_smoothing_factor": Range(low=0, high=1),
     "seed": Range(low=0, high=2**32 - 1),
     "zero_stage": Range(low=0, high=3),
     "model_max_length": Range(low=2),
@@ -234,4 +239,7 @@ def early_faults(values: Mapping[str, Any]) -> list[str]:
     if policy not in LABEL_POLICIES:
         hint = suggestion(policy, LABEL_POLICIES)
         faults.append(f"--label_policy {policy}: it must be one of {', '.join(LABEL_POLICIES)}{hint}")
+    dtype = values.get("dtype")
+    if dtype is not None and dtype not in LOAD_DTYPES:
+        faults.append(f"--dtype {dtype}: it must be one of {', '.join(LOAD_DTYPES)}{suggestion(dtype, LOAD_DTYPES)}")
     return faults

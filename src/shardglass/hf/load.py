@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from shardglass.errors import ModelError, suggestion
+from shardglass.hf.mistakes import THEIRS, flag_meant, one_line
+
+_ANY_TEXT = "The quick brown fox, 0123"
+"""Some of it is in every vocabulary."""
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +52,10 @@ def load_config_of(name: str, *, cache_dir: str | None, trust_remote_code: bool)
     """
     try:
         return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"--model_name_or_path: the config of {name} cannot be read: {_first_line(error)}") from error
+    except THEIRS as error:
+        if not Path(name).expanduser().exists():
+            raise ModelError(_nowhere(name, error)) from error
+        raise ModelError(f"--model_name_or_path: the config of {name} cannot be read: {one_line(error)}") from error
 
 
 def load_tokenizer(name: str, *, cache_dir: str | None, trust_remote_code: bool) -> Any:
@@ -58,12 +65,17 @@ def load_tokenizer(name: str, *, cache_dir: str | None, trust_remote_code: bool)
         ModelError: There is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+    except THEIRS as error:
+        raise ModelError(f"--model_name_or_path: the tokenizer of {name} cannot be read: {one_line(error)}") from error
+    ids = tokenizer(_ANY_TEXT, add_special_tokens=False, verbose=False)["input_ids"]
+    if not set(ids) - {tokenizer.unk_token_id}:
+        # transformers makes a tokenizer without vocabulary where it finds no file of one.
         raise ModelError(
-            f"--model_name_or_path: the tokenizer of {name} cannot be loaded: {_first_line(error)}; it must lie in the "
-            "model's folder"
-        ) from error
+            f"--model_name_or_path: {name} has no tokenizer files ({_tokenizer_files(tokenizer)}); copy them there "
+            "from the model that it was made from"
+        )
+    return tokenizer
 
 
 def load_model(name: str, *, cache_dir: str | None, trust_remote_code: bool, **options: Any) -> Any:
@@ -87,8 +99,9 @@ def load_model(name: str, *, cache_dir: str | None, trust_remote_code: bool, **o
             output_loading_info=True,
             **given,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"--model_name_or_path: {name} cannot be loaded: {_first_line(error)}") from error
+    except THEIRS as error:
+        flag = flag_meant(str(error), {key: value for key, value in options.items() if value is not None})
+        raise ModelError(f"{flag or f'--model_name_or_path: {name} cannot be loaded'}: {one_line(error)}") from error
     model, info = loaded
     missing = sorted(info.get("missing_keys", ()))
     mismatched = [str(row) for row in info.get("mismatched_keys", ())]
@@ -128,9 +141,21 @@ def dtype_of(model: torch.nn.Module) -> str:
     return max(count, key=lambda name: count[name])
 
 
-def _first_line(error: Exception) -> str:
-    """The first line of a message: the rest is advice for other users than ours."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _nowhere(name: str, error: Exception) -> str:
+    """What to say of a name that is no folder here and no model on the hub."""
+    beside = [path.name for path in Path.cwd().iterdir() if path.is_dir()]
+    here = f"--model_name_or_path: there is no folder {name}{suggestion(name, beside)} in {Path.cwd()}"
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if any(isinstance(cause, LocalEntryNotFoundError | OfflineModeIsEnabled) for cause in causes):
+        return f"{here}, and the hub, where it could be a model's name, cannot be reached"
+    return f"{here}, and the hub has no such model for you: {one_line(error)}"
+
+
+def _tokenizer_files(tokenizer: Any) -> str:
+    """The files that a tokenizer of this class is read from."""
+    return " or ".join(dict.fromkeys(["tokenizer.json", *sorted(tokenizer.vocab_files_names.values())]))
 
 
 def _listed(names: list[str], most: int = 5) -> str:

@@ -22,7 +22,9 @@ from shardglass.hf.arguments import Command, parse_command
 from shardglass.hf.checkpoints import check_resume, is_asked_for
 from shardglass.hf.data import ConversationDataset, DataOptions, build_collator, build_dataset, load_conversations
 from shardglass.hf.load import check_model_path, load_config_of, load_model, load_tokenizer, prepare_for_training
+from shardglass.hf.mistakes import mistakes_told
 from shardglass.hf.output_folder import check_output_folder
+from shardglass.hf.rehearsal import check_optimizer, check_schedule
 from shardglass.hf.resolved_file import ResolvedConfigCallback
 from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
@@ -65,7 +67,7 @@ def _run(argv: Sequence[str], defaults: Mapping[str, str], *, is_main: bool) -> 
 
 def _check_output(command: Command) -> list[str]:
     """Judge the output folder; returns what the user should know of it."""
-    training, given = command.training, "output_dir" in command.explicit
+    training, given = command.training, "output_dir" in command.given
     return check_output_folder(
         str(training.output_dir) if given else None,
         command.model.model_name_or_path,
@@ -124,8 +126,12 @@ def build_trainer(command: Command, *, is_main: bool) -> tuple[ZeroTrainer, list
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_resume(training.resume_from_checkpoint, Path(str(training.output_dir)), world_size)
     # The Trainer resolves it again; here a wrong config is found before the weights are read.
-    batch = resolve_run(training).batch
-    short = note_of_short_data(len(train_data), batch, drops_last=training.dataloader_drop_last)
+    resolved = resolve_run(training)
+    if resolved.optimizer is None:
+        check_optimizer(training)
+    if resolved.scheduler is None:
+        check_schedule(training)
+    short = note_of_short_data(len(train_data), resolved.batch, drops_last=training.dataloader_drop_last)
     model = load_model(
         model_args.model_name_or_path,
         attn_implementation=model_args.attn_implementation,
@@ -133,14 +139,15 @@ def build_trainer(command: Command, *, is_main: bool) -> tuple[ZeroTrainer, list
         **where,
     )
     prepare_for_training(model, tokenizer, recomputes=_recomputes(training))
-    trainer = ZeroTrainer(
-        model=model,
-        args=training,
-        train_dataset=train_data,
-        eval_dataset=eval_data,
-        data_collator=build_collator(tokenizer, options),
-        processing_class=tokenizer,
-    )
+    with mistakes_told(command.given, "the Trainer"):
+        trainer = ZeroTrainer(
+            model=model,
+            args=training,
+            train_dataset=train_data,
+            eval_dataset=eval_data,
+            data_collator=build_collator(tokenizer, options),
+            processing_class=tokenizer,
+        )
     return trainer, [*trainer.resolved.notes, *([short] if short else [])]
 
 
