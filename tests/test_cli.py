@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 import shardglass
 from shardglass import cli
 from shardglass.errors import ConfigError
+from shardglass.plan.plan import Plan
 
 REQUIRED = ["--model_name_or_path", "model", "--data_path", "data.json"]
 
@@ -212,3 +214,108 @@ def test_a_killed_rank_is_named_with_the_signal(capsys):
     )
     assert cli._failed(1, failure_of(-11)) == 139
     assert capsys.readouterr().err == "shardglass: rank 1 was ended by SIGSEGV\n"
+
+
+# ---- plan and env ----
+
+
+def planned(*argv: str) -> "tuple[int, str]":
+    """Exit code and standard output of ``shardglass plan`` in this process."""
+    done = CliRunner().invoke(cli.app, ["plan", *argv], env={"COLUMNS": "132"})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def test_help_of_plan_and_of_all_commands_load_no_torch():
+    code = "import sys; from shardglass import cli; from typer.testing import CliRunner\n"
+    code += "for argv in (['--help'], ['plan', '--help'], ['env', '--help']):\n"
+    code += "    assert CliRunner().invoke(cli.app, argv).exit_code == 0, argv\n"
+    code += "sys.exit(3 if {'torch', 'transformers'} & set(sys.modules) else 0)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_the_flags_of_plan_are_these():
+    text = CliRunner().invoke(cli.app, ["plan", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    flags = {word.split(",")[0] for line in text.splitlines() for word in line.split() if word.startswith("--")}
+    assert flags == {
+        "--accumulation",
+        "--attention",
+        "--cache-dir",
+        "--cpu",
+        "--deepspeed",
+        "--dtype",
+        "--gpu",
+        "--gpus-per-node",
+        "--gradient-checkpointing",
+        "--help",
+        "--host-ram",
+        "--json",
+        "--micro-batch",
+        "--optimizer",
+        "--reserve",
+        "--scheme",
+        "--seq-len",
+        "--stage",
+        "--trust-remote-code",
+        "--world-size",
+    }
+
+
+def test_a_plan_is_shown_and_written(tmp_path):
+    file = tmp_path / "plan.json"
+    code, text = planned("qwen1.5-7b", "--world-size", "2", "--scheme", "deepspeed-flat", "--json", str(file))
+    assert code == 0
+    assert text.startswith("no verdict: the memory of a GPU was not given")
+    assert "387 tensors, 7,721,324,544 elements" in text
+    written = Plan.from_json(file.read_text())
+    assert (written.run.world_size, written.partition.scheme) == (2, "deepspeed-flat")
+
+
+def test_a_plan_goes_to_standard_output_as_json_alone():
+    code, text = planned("smollm2-135m", "--world_size", "2", "--json", "-")
+    assert code == 0
+    assert Plan.from_json(text).run.world_size == 2
+
+
+def test_flags_of_training_have_their_names_in_plan_too():
+    code, text = planned(
+        "smollm2-135m",
+        *("--zero_stage", "1", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"),
+        *("--model_max_length", "512", "--attn_implementation", "flash_attention_2", "--optim", "adamw_torch"),
+        *("--json", "-"),
+    )
+    assert code == 0
+    run = Plan.from_json(text).run
+    assert (run.stage, run.micro_batch, run.accumulation, run.length, run.attention) == (1, 4, 2, 512, "sdpa")
+
+
+def test_qwen_7b_is_planned_in_seconds_without_weights():
+    planned("smollm2-135m")  # what is imported once
+    start = time.perf_counter()
+    code, text = planned("qwen1.5-7b", "--gpu", "80GB")
+    assert (code, text.partition(" on ")[0]) == (0, "fits: stage 1")
+    assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["qwen1.5-7"], "no preset has this name (did you mean 'qwen1.5-7b'?)"),
+        (["qwen1.5-7b", "--world-size", "0"], "the world size is 0; it must be at least 1"),
+        (["qwen1.5-7b", "--json", "/nowhere/plan.json"], "--json /nowhere/plan.json: cannot be written"),
+        (["qwen1.5-7b", "--deepspeed", "/nowhere.json"], "/nowhere.json: there is no such file"),
+    ],
+)
+def test_mistakes_of_a_plan_are_one_line_with_code_2(argv, message):
+    done = run("plan", *argv)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_env_names_versions_devices_and_what_was_tested():
+    done = run("env")
+    assert (done.returncode, done.stderr) == (0, "")
+    for text in (shardglass.__version__, "torch 2", "gloo yes", "CUDA GPUs, NCCL: never run: no GPU yet"):
+        assert text in done.stdout

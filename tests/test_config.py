@@ -366,7 +366,8 @@ def test_for_a_plan_values_that_cannot_run_yet_are_left_out_and_named():
         "fp16.enabled": "fp16.enabled is true: not supported yet; use bf16, or float32 with both off",
         "optimizer.type": 'optimizer.type is "Lamb": not supported yet; use Adam, AdamW, SGD, Adagrad',
         "zero_optimization.offload_optimizer.device": (
-            'zero_optimization.offload_optimizer.device is "cpu": not supported yet; set it to "none" or drop the section'
+            'zero_optimization.offload_optimizer.device is "cpu": not supported yet; set it to "none" or drop '
+            "the section"
         ),
     }
     assert config.zero_optimization.stage == 3

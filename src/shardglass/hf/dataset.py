@@ -111,6 +111,11 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
         kind = "lazy" if self._options.lazy else "eager"
         return f"ConversationDataset({self._path!r}, {len(self)} samples, {kind}, {self._options.label_policy})"
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest sample, after cutting; None in a lazy data set, which does not know."""
+        return None if self._options.lazy else max(len(sample.input_ids) for sample in self._samples)
+
     def statistics(self) -> DataStatistics:
         """Return what was counted so far."""
         return DataStatistics(

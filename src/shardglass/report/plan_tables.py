@@ -51,6 +51,8 @@ def partition_tables(partition: Partition) -> Iterator[RenderableType]:
     for members in groups[:MOST_CUT_ROWS]:
         cuts.add_row(*_cut_cells(members))
     yield cuts
+    if any(cut.tensor is None for cut in partition.cuts):
+        yield Text("none: the boundary falls between two tensors, or only padding is behind it", "dim")
     hidden = sum(len(members) for members in groups[MOST_CUT_ROWS:])
     if hidden:
         yield Text(f"and {count_of(hidden, 'cut')} more, in the JSON", "dim")
@@ -79,8 +81,7 @@ def _cut_cells(members: Sequence[CutLine]) -> tuple[str, ...]:
     part = with_numbers(stem_of(cut.part)[0], [stem_of(m.part)[1] for m in members])
     ranks = f"{cut.left_rank} | {cut.right_rank}"
     if cut.tensor is None:
-        between = "between two tensors; next is " + _names(members) if cut.after else "padding alone behind it"
-        return part, ranks, "-", "-", "-", "-", "-", "-", between
+        return part, ranks, "-", "-", "-", "-", "-", "-", f"none, next {_names(members)}" if cut.after else "none"
     indices = [m.index for m in members if m.index is not None]
     index = "-" if not indices else f"{indices[0]:,}" if len(indices) == 1 else f"{indices[0]:,}, … {indices[-1]:,}"
     row, column = ("-" if value is None else f"{value:,}" for value in (cut.row, cut.column))
