@@ -90,8 +90,9 @@ def test_the_partition_and_its_cuts():
     assert "an index counts from 0, in model order" in text
     row = ["group", "0", "0", "|", "1", "80", "26,476,544", "18,612,224", "58.721", "6,464", "0"]
     assert cells(text, "group 0  0 | 1") == [*row, "model.layers.6.mlp.gate_proj.weight"]
-    assert cells(text, "group 0  1 | 2")[-3:] == ["none,", "next", "model.layers.16.self_attn.q_proj.weight"]
-    assert "none: the boundary falls between two tensors" in text
+    between = ["-", "|", "model.layers.16.self_attn.q_proj.weight"]
+    assert cells(text, "group 0  1 | 2")[-3:] == between
+    assert "| the boundary falls between two tensors" in text
 
 
 def test_cuts_that_are_alike_in_every_block_are_one_row():
@@ -104,7 +105,7 @@ def test_cuts_that_are_alike_in_every_block_are_one_row():
 def test_long_tables_are_cut_and_say_so():
     lines = text_of(Setup(world_size=64)).splitlines()
     assert "and 48 rows more, in the JSON" in lines
-    assert sum(" | " in line for line in lines) == MOST_CUT_ROWS
+    assert sum(" | " in line for line in lines) == MOST_CUT_ROWS  # ranks
     assert any(line.startswith("and ") and line.endswith(" cuts more, in the JSON") for line in lines)
     many = text_of(Setup(world_size=1000)).splitlines()
     assert "and 936 ranks between the last two rows of a part" in many

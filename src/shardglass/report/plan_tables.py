@@ -52,7 +52,7 @@ def partition_tables(partition: Partition) -> Iterator[RenderableType]:
         cuts.add_row(*_cut_cells(members))
     yield cuts
     if any(cut.tensor is None for cut in partition.cuts):
-        yield Text("none: the boundary falls between two tensors, or only padding is behind it", "dim")
+        yield Text("| the boundary falls between two tensors, and this one comes next; without a name, padding", "dim")
     hidden = sum(len(members) for members in groups[MOST_CUT_ROWS:])
     if hidden:
         yield Text(f"and {count_of(hidden, 'cut')} more, in the JSON", "dim")
@@ -81,7 +81,7 @@ def _cut_cells(members: Sequence[CutLine]) -> tuple[str, ...]:
     part = with_numbers(stem_of(cut.part)[0], [stem_of(m.part)[1] for m in members])
     ranks = f"{cut.left_rank} | {cut.right_rank}"
     if cut.tensor is None:
-        return part, ranks, "-", "-", "-", "-", "-", "-", f"none, next {_names(members)}" if cut.after else "none"
+        return part, ranks, "-", "-", "-", "-", "-", "-", f"| {_names(members)}" if cut.after else "|"
     indices = [m.index for m in members if m.index is not None]
     index = "-" if not indices else f"{indices[0]:,}" if len(indices) == 1 else f"{indices[0]:,}, … {indices[-1]:,}"
     row, column = ("-" if value is None else f"{value:,}" for value in (cut.row, cut.column))
