@@ -95,7 +95,7 @@ class OwnedRun:
         span = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
         return (
             f"group {run.group} of {self.buffer.layout.key} · elements {run.start:,} to {run.stop - 1:,} · "
-            f"{len(names)} tensors: {span}"
+            f"{len(names)} tensor{'s' * (len(names) != 1)}: {span}"
         )
 
 

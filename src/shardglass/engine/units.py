@@ -45,7 +45,8 @@ class Unit:
         frozen = sum(not p.requires_grad for p in self.params.values())
         said = f", {frozen} of them frozen" if frozen else ""
         kind = "block" if self.is_block else "root unit"
-        return f"{kind} {self.name} · {len(self.params)} tensors{said} · {numel:,} elements {dtypes}"
+        tensors = f"{len(self.params)} tensor{'s' * (len(self.params) != 1)}{said}"
+        return f"{kind} {self.name} · {tensors} · {numel:,} elements {dtypes}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

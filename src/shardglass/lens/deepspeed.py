@@ -32,16 +32,13 @@ def read_deepspeed(model: nn.Module, optimizer: Any, *, root: str) -> Reading | 
 
     Args:
         model: The outermost model; it, or an object inside, may be a DeepSpeedEngine.
-        optimizer: The outermost optimizer; None takes the engine's.
-        root: What the optimizer is called, or the model if there is none.
+        optimizer: The outermost optimizer, or None.
+        root: What it is called.
 
     Raises:
         UsageError: It is a form of ZeRO that the lens does not read.
     """
-    engine = engine_in(model)
-    path = root
-    if optimizer is None and engine is not None:
-        optimizer, path = engine.optimizer, f"{root}.optimizer"
+    engine, path = engine_in(model), root
     for value, kind in links(optimizer, OPTIMIZERS):
         reader = next((READERS[name] for name in class_names(value) if name in READERS), None)
         if reader is not None:

@@ -267,14 +267,18 @@ def _zero_attributes(zero: Zero) -> Iterator[Attribute]:
             value = int(getattr(optimizer, name)[g])
             yield Attribute(attribute=f"{path}.{name}[{g}]", meaning=meaning, value=value, fact=fact, group=g)
         lists = (
-            ("params_in_partition", f"the parameters of group {g} with elements in this rank's partition"),
+            (
+                "params_in_partition",
+                f"the parameters of group {g} with elements in this rank's partition; a tensor that is cut is in it "
+                "on every rank it touches",
+            ),
             ("params_not_in_partition", f"the other parameters of group {g}: other ranks update them"),
         )
         for name, meaning in lists:
             params = getattr(optimizer, name)[g]
             yield Attribute(
                 attribute=f"{path}.{name}[{g}]",
-                meaning=f"{meaning}; a tensor that is cut is in this list on every rank it touches",
+                meaning=meaning,
                 value=params,
                 names=zero.names_of(params),
                 fact=name,

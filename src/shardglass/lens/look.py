@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardglass.engine.comm import Comm
 from shardglass.engine.handle import Handle
+from shardglass.engine.links import GroupLinks
 from shardglass.engine.registry import live_handle
 from shardglass.errors import UsageError
 from shardglass.lens.chains import innermost, is_kind, links, model_chain, optimizer_chain, scheduler_chain
@@ -84,11 +85,7 @@ def look(model: Any, optimizer: Any = None, *, scheduler: Any = None) -> Snapsho
     held = tuple(held_row(h, storages) for h in reading.held)
     params = tuple(param_row(p, storages) for p in reading.params)
     attributes = tuple(attribute_row(a, storages) for a in reading.attributes)
-    own = subject.optimizer
-    if own is None and subject.handle is not None:
-        own = subject.handle.optimizer
-    elif own is None and engine_in(subject.model) is not None:
-        own = engine_in(subject.model).optimizer
+    own, own_root = _own_optimizer(subject)
     return Snapshot(
         source=LIVE,
         engine=reading.engine,
@@ -98,7 +95,7 @@ def look(model: Any, optimizer: Any = None, *, scheduler: Any = None) -> Snapsho
         step=reading.step,
         layout=reading.layout,
         model_chain=model_chain(subject.model, subject.roots[0], subject.named, subject.handle),
-        optimizer_chain=optimizer_chain(own, subject.roots[1], subject.handle),
+        optimizer_chain=optimizer_chain(own, own_root, subject.handle),
         scheduler_chain=scheduler_chain(subject.scheduler, subject.roots[2]),
         params=params,
         held=held,
@@ -145,7 +142,9 @@ def state_of(model: Any, name: str, optimizer: Any = None) -> dict[str, Tensor]:
     reading = _read(subject)
     known = known_name(look(model, optimizer), name)
     needs_others = reading.world_size > 1 and any(h.cut for h in reading.held)
-    comm = Comm(reading.device, VALUES_TIMEOUT_S, reading.group) if needs_others else None
+    comm = None
+    if needs_others:
+        comm = Comm(reading.device, VALUES_TIMEOUT_S, GroupLinks(reading.device, VALUES_TIMEOUT_S, reading.group))
     try:
         return whole_values(reading, known, comm)
     finally:
@@ -174,6 +173,17 @@ def _subject(model: Any, optimizer: Any, scheduler: Any) -> _Subject:
     return _Subject(model=model, optimizer=optimizer, scheduler=scheduler, roots=roots, named=named, handle=handle)
 
 
+def _own_optimizer(subject: _Subject) -> tuple[Any, str]:
+    """The outermost optimizer and what it is called: the one given, else the one that handle or engine know."""
+    model_root, root, _ = subject.roots
+    if subject.optimizer is not None:
+        return subject.optimizer, root
+    if subject.handle is not None:
+        return subject.handle.optimizer, "handle.optimizer"
+    engine = engine_in(subject.model)
+    return (None, root) if engine is None else (engine.optimizer, f"{model_root}.optimizer")
+
+
 def _read(subject: _Subject) -> Reading:
     """The reading of whichever engine it is.
 
@@ -182,15 +192,16 @@ def _read(subject: _Subject) -> Reading:
     """
     if subject.handle is not None:
         return read_handle(subject.handle)
-    root = subject.roots[0] if subject.optimizer is None else subject.roots[1]
-    found = read_deepspeed(subject.model, subject.optimizer, root=root)
+    optimizer, root = _own_optimizer(subject)
+    found = read_deepspeed(subject.model, optimizer, root=root)
     if found is not None:
         return found
     if any(is_kind(module, FSDP1) for module in subject.model.modules()):
         raise UsageError("this model is sharded by FSDP version 1, whose flat parameters are not read; use fully_shard")
     owner = _owner(subject.model)
-    optimizer = _inner_optimizer(subject)
-    return read_fsdp2(owner, optimizer) if is_sharded(owner) else read_whole(subject.model, owner, optimizer)
+    inner = None if optimizer is None else innermost(optimizer, OPTIMIZERS)
+    inner = inner if hasattr(inner, "param_groups") and hasattr(inner, "state") else None
+    return read_fsdp2(owner, inner) if is_sharded(owner) else read_whole(subject.model, owner, inner)
 
 
 def _owner(model: nn.Module) -> nn.Module:
@@ -200,12 +211,3 @@ def _owner(model: nn.Module) -> nn.Module:
             owner: nn.Module = value
             return owner
     return model
-
-
-def _inner_optimizer(subject: _Subject) -> Any:
-    """The innermost optimizer, if it has groups of parameters."""
-    optimizer = subject.optimizer
-    if optimizer is None and engine_in(subject.model) is not None:
-        optimizer = engine_in(subject.model).optimizer
-    inner = None if optimizer is None else innermost(optimizer, OPTIMIZERS)
-    return inner if hasattr(inner, "param_groups") and hasattr(inner, "state") else None

@@ -272,9 +272,9 @@ def form_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, (list, tuple)):
-        inner = {form_of(item) for item in value}
-        what = f"{inner.pop()}s" if len(inner) == 1 else "items"
-        return f"{type(value).__name__} of {len(value)} {what}" if value else f"empty {type(value).__name__}"
+        inner = {type(item).__name__ if isinstance(item, (list, tuple)) else form_of(item) for item in value}
+        what = inner.pop() if len(inner) == 1 else "item"
+        return f"{type(value).__name__} of {len(value)} {what}{'s' * (len(value) != 1)}" if value else "empty list"
     if isinstance(value, dict):
         return f"dict of {len(value)}" if value else "empty dict"
     if isinstance(value, int) and not isinstance(value, bool):

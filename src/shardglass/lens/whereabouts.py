@@ -101,9 +101,7 @@ class Whereabouts:
         for size in self.shape:
             numel *= size
         group = "frozen" if not self.trainable else "in no group" if self.group is None else f"group {self.group}"
-        seen = ""
-        if self.seen is not None and self.seen != self.shape:
-            seen = f"; param.shape is {self.seen} here: {self.status}"
+        seen = "" if self.status in (None, "whole") else f"; param.shape is {self.seen} here: {self.status}"
         lines = [f"{self.name}  {self.shape} = {numel:,} elements, {self.dtype}, {group}, {self.scheme}{seen}"]
         for h in self.holdings:
             place = "shard" if h.cut else "buffer"
