@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from engines import ENGINES
-from live import LivePeak
+
+from shardglass.lens.live import LivePeak
 
 WARM_UP = 2
 

@@ -19,7 +19,7 @@ class LivePeak(TorchDispatchMode):
     """Counts bytes of live storages: ``now`` and ``peak``."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}  # bytes of each live storage, by its address
         self._resize = torch.UntypedStorage.resize_
@@ -31,13 +31,13 @@ class LivePeak(TorchDispatchMode):
             if issubclass(type(found), Tensor):
                 self._see(found)
         self._watch_resize()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *args: Any) -> None:
         """Stop watching."""
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*args)
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
 
     def _watch_resize(self) -> None:
         """Engines free and allocate parameters by resizing their storage, which is no operator."""
