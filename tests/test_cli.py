@@ -1,4 +1,4 @@
-"""The command line: answers without torch, mistakes as one message with exit code 2, processes of its own."""
+"""The command line: answers without torch, mistakes as one message with exit code 2."""
 
 import json
 import os
@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
 import shardglass
 from shardglass import cli
 from shardglass.errors import ConfigError
+from shardglass.hf.flags import LaunchArguments
+from shardglass.hf.launch import launch_options, split_launch
 from shardglass.plan.plan import Plan
 
 REQUIRED = ["--model_name_or_path", "model", "--data_path", "data.json"]
@@ -27,12 +28,11 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def run(*argv: str, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
+def run(*argv: str) -> "subprocess.CompletedProcess[str]":
     """Run the command in a process of its own, as a user does."""
-    paths = [str(folder)] if folder else []
     return subprocess.run(
         [sys.executable, "-m", "shardglass", *argv],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(SOURCE)]), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=180,
@@ -47,9 +47,9 @@ def message_of(*argv: str) -> str:
     return str(caught.value)
 
 
-def options_of(*argv: str) -> cli.LaunchArguments:
-    launch, _ = cli.split_launch(argv)
-    return cli._launch_options(launch)
+def options_of(*argv: str) -> LaunchArguments:
+    launch, _ = split_launch(argv)
+    return launch_options(launch)
 
 
 # ---- without torch ----
@@ -100,7 +100,7 @@ def test_commands_are_train_and_version():
 
 def test_launcher_flags_are_separated_from_those_of_training():
     argv = ["--nproc", "2", "--learning-rate=1e-5", "--master-port=6819", "--max_steps", "-1", "--run_name=--x"]
-    launch, flags = cli.split_launch(argv)
+    launch, flags = split_launch(argv)
     assert launch.values == {"nproc_per_node": "2", "master_port": 6819}
     assert flags == ["--learning_rate", "1e-5", "--max_steps", "-1", "--run_name=--x"]
 
@@ -153,67 +153,6 @@ def test_the_models_own_folder_is_refused_as_output_without_torch(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "shardglass.hf.arguments", None)  # importing it would fail
     assert "model is the model's folder model" in message_of(*REQUIRED, "--output_dir", "model")
-
-
-# ---- processes ----
-
-WORKER = """
-import os, sys
-rank = int(os.environ["RANK"])
-print("worker", rank, os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], *sys.argv, flush=True)
-if rank == 1 and "mistake" in sys.argv:
-    print("shardglass: rank 1: no such thing", file=sys.stderr, flush=True)
-    os._exit(2)
-os._exit(0)
-"""
-
-
-@pytest.fixture(scope="module")
-def with_worker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that puts a short worker in the place of ``shardglass.hf.train``, in started processes only."""
-    folder = tmp_path_factory.mktemp("worker")
-    (folder / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if 'shardglass.hf.train' in sys.orig_argv:\n"
-        "    sys.argv = sys.orig_argv[sys.orig_argv.index('shardglass.hf.train') + 1 :]\n"
-        f"    exec(compile({WORKER!r}, 'worker', 'exec'), {{}})\n"
-    )
-    return folder
-
-
-def test_train_starts_its_own_processes(with_worker):
-    done = run("train", "--nproc", "2", *REQUIRED, "--run-name=fine", folder=with_worker)
-    assert (done.returncode, done.stderr) == (0, "")
-    flags = " ".join([*REQUIRED, "--run_name", "fine"])
-    assert sorted(done.stdout.splitlines()) == [f"worker {rank} 2 1 {flags}" for rank in (0, 1)]
-
-
-def test_a_mistake_that_a_rank_finds_is_told_once_with_code_2(with_worker):
-    done = run("train", "--nproc_per_node=2", *REQUIRED, "--run_name", "mistake", folder=with_worker)
-    assert (done.returncode, done.stderr) == (2, "shardglass: rank 1: no such thing\n")
-
-
-def failure_of(exit_code: int, error_file: str = "") -> ProcessFailure:
-    return ProcessFailure(local_rank=1, pid=1, exitcode=exit_code, error_file=error_file)
-
-
-def test_a_failing_rank_is_named_with_its_error(tmp_path, capsys):
-    record = tmp_path / "error.json"
-    message = {"message": "RuntimeError: out of luck", "extraInfo": {"py_callstack": "", "timestamp": "1"}}
-    record.write_text(json.dumps({"message": message}))
-    assert cli._failed(3, failure_of(1, str(record))) == 1
-    assert capsys.readouterr().err == "shardglass: rank 3 failed with exit code 1: RuntimeError: out of luck\n"
-    assert cli._failed(3, failure_of(7)) == 7
-    assert capsys.readouterr().err == "shardglass: rank 3 failed with exit code 7\n"
-
-
-def test_a_killed_rank_is_named_with_the_signal(capsys):
-    assert cli._failed(1, failure_of(-9)) == 137
-    assert capsys.readouterr().err == (
-        "shardglass: rank 1 was ended by SIGKILL: the machine may have run out of memory\n"
-    )
-    assert cli._failed(1, failure_of(-11)) == 139
-    assert capsys.readouterr().err == "shardglass: rank 1 was ended by SIGSEGV\n"
 
 
 # ---- plan and env ----

@@ -1,17 +1,15 @@
 """The command line.
 
-Owns ``shardglass train`` with its help, how its processes are started, ``plan`` and ``env``, and the border where an
-error becomes a message and an exit code. Leaves training to ``hf.train`` and plans to ``hf.planning``. Heavy imports
-stand inside the functions that need them, so that help, version and most mistakes are answered before torch is loaded.
+Owns ``shardglass train``, ``plan`` and ``env``, and the border where an error becomes a message and an exit code.
+Leaves starting processes to ``hf.launch``, training to ``hf.train`` and plans to ``hf.planning``. Heavy imports stand
+inside the functions that need them, so that help, version and most mistakes are answered before torch is loaded.
 """
 
-import dataclasses
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,28 +20,17 @@ from shardglass.errors import ConfigError, ShardglassError
 from shardglass.hf.flags import (
     DataArguments,
     EngineFlags,
-    LaunchArguments,
     LoraArguments,
     ModelArguments,
     early_faults,
     flags_error,
 )
 from shardglass.hf.help import show_help
-from shardglass.hf.output_folder import check_output_folder
-from shardglass.hf.renamed import ALIASES
-from shardglass.hf.scan import Scanned, groups_of, kinds_in_source, kinds_of, scan
+from shardglass.hf.launch import LAUNCHER, USER_FAULT, launch, launch_options, split_launch, stops_told
+from shardglass.hf.lifeline import Lifeline
+from shardglass.hf.output_folder import DEFAULT_OUTPUT, check_output_folder
+from shardglass.hf.scan import Scanned, kinds_in_source, kinds_of, scan
 from shardglass.versions import check_versions
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-USER_FAULT = 2
-"""Exit code of a mistake that the user can mend."""
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-
-_LAUNCH = {f.name: f for f in dataclasses.fields(LaunchArguments)}
 
 app = typer.Typer(
     name="shardglass",
@@ -71,13 +58,26 @@ def finetune(argv: Sequence[str] | None = None, *, defaults: Mapping[str, str] |
         defaults: Values of flags that are not given, such as ``{"label_policy": "qwen"}``.
     """
     try:
-        check_versions()
+        _train_here(argv, defaults)
     except ShardglassError as error:
         _say(str(error))
         sys.exit(USER_FAULT)
+
+
+def _train_here(argv: Sequence[str] | None, defaults: Mapping[str, str] | None = None) -> None:
+    """Train in this process, which ends with its launcher if it has one."""
+    check_versions()
+    parent = os.getppid()
+    is_ours = os.environ.get(LAUNCHER) == str(parent)
+    lifeline = Lifeline(
+        says_all=os.environ.get("RANK", "0") == "0",
+        says_signals=not is_ours,
+        parent=parent if is_ours or "TORCHELASTIC_RUN_ID" in os.environ else None,
+    )
+    lifeline.arm()
     from shardglass.hf.train import main as train
 
-    train(argv, defaults=defaults)
+    train(argv, defaults=defaults, lifeline=lifeline)
 
 
 def _say(text: str) -> None:
@@ -104,29 +104,31 @@ def _show_version() -> None:
 )
 def _train(context: typer.Context) -> None:
     """Fine-tune a model; `shardglass train --help` lists its flags."""
-    launch, flags = split_launch(context.args)
-    early = _early(flags, wants_help=launch.wants_help)
-    if early is None:
-        return
+    launcher, flags = split_launch(context.args)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if launch.values:
+        if launcher.values:
             raise flags_error(
                 f"--{name}: this process was started by a launcher already (RANK is set); leave it out"
-                for name in launch.values
+                for name in launcher.values
             )
-        check_versions()
-        from shardglass.hf.train import main as train
-
-        train(flags)
+        _train_here(["--help"] if launcher.wants_help else flags)
         return
-    options = _launch_options(launch)
-    if options.node_rank == 0:
-        _check_output(early.values)
-    check_versions()
-    from shardglass.hf.arguments import parse_command
+    early = _early(flags, wants_help=launcher.wants_help)
+    if early is None:
+        return
+    options = launch_options(launcher)
+    folder = Path(early.values.get("output_dir") or DEFAULT_OUTPUT).expanduser()
+    output_dir = folder if options.node_rank == 0 else None
+    with stops_told(_say, output_dir):
+        if output_dir is not None:
+            _check_output(early.values)
+        check_versions()
+        from shardglass.hf.arguments import parse_command
 
-    parse_command(flags, rehearse=True)  # what only transformers can check, before any process is started
-    sys.exit(_launch(options, flags, on_cpu=bool(early.values.get("use_cpu"))))
+        parse_command(flags, rehearse=True)  # what only transformers can check, before any process is started
+        on_cpu = bool(early.values.get("use_cpu"))
+        code = launch(options, flags, on_cpu=on_cpu, environment=os.environ, say=_say)
+    sys.exit(code)
 
 
 @app.command("plan", context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
@@ -232,22 +234,6 @@ def _env() -> None:
             typer.echo(f"{heading if k == 0 else '':<12}{line}")
 
 
-def split_launch(argv: Sequence[str]) -> tuple[Scanned, list[str]]:
-    """Separate the launcher's flags from those of training.
-
-    Returns:
-        The launcher's flags, read; the other ones in one of the ways in which they can be written.
-    """
-    launch: list[str] = []
-    flags: list[str] = []
-    for name, values in groups_of(argv):
-        is_launch = name in ("h", "help", *_LAUNCH) or ALIASES.get(name) in _LAUNCH
-        is_dashed = len(values) == 1 and values[0].startswith("--")
-        words = [f"--{name}={values[0]}"] if is_dashed else [f"--{name}", *values]
-        (launch if is_launch else flags).extend(words if name else values)
-    return scan(launch, kinds_of(LaunchArguments)), flags
-
-
 def _early(flags: Sequence[str], *, wants_help: bool) -> Scanned | None:
     """Check all that can be checked without torch; None if help was asked for and shown.
 
@@ -275,86 +261,3 @@ def _check_output(values: Mapping[str, Any]) -> None:
         values.get("model_name_or_path"),
         overwrite=bool(values.get("overwrite_output_dir")),
     )
-
-
-def _launch_options(launch: Scanned) -> LaunchArguments:
-    """Check the launcher's flags together.
-
-    Raises:
-        ConfigError: Names all that cannot be used.
-    """
-    faults = list(launch.faults)
-    options = LaunchArguments(**launch.values)
-    count = options.nproc_per_node
-    if count not in ("auto", "gpu", "cpu") and not (count.isdecimal() and int(count) > 0):
-        faults.append(f"--nproc_per_node {count}: it must be a number of at least 1, or gpu, cpu or auto")
-    nodes = options.nnodes.split(":")
-    if len(nodes) > 2 or not all(part.isdecimal() and int(part) > 0 for part in nodes):
-        faults.append(f"--nnodes {options.nnodes}: it must be a number of at least 1, or least:most")
-    elif options.nnodes != "1" and options.master_addr is None and options.rdzv_endpoint is None:
-        faults.append(f"--nnodes {options.nnodes}: machines find each other by --master_addr or --rdzv_endpoint")
-    if options.master_port is not None and not 0 < options.master_port < 65536:
-        faults.append(f"--master_port {options.master_port}: a port is at least 1 and at most 65535")
-    if faults:
-        raise flags_error(faults)
-    return options
-
-
-def _launch(options: LaunchArguments, flags: Sequence[str], *, on_cpu: bool) -> int:
-    """Start the processes with torch's elastic launcher and wait for them.
-
-    Returns:
-        The exit code: 0, or that of the rank that failed first.
-
-    Raises:
-        ConfigError: The processes cannot be started as asked for.
-    """
-    import torch
-    from torch.distributed import DistError, run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    given = {name: value for name, value in dataclasses.asdict(options).items() if value is not None}
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    try:
-        count = run.determine_local_world_size(options.nproc_per_node)
-    except ValueError as error:
-        raise flags_error([f"--nproc_per_node {options.nproc_per_node}: {error}"]) from None
-    devices = torch.cuda.device_count()
-    if devices and not on_cpu and count > devices:
-        raise flags_error([f"--nproc_per_node {count}: there are {devices} GPUs, and each process needs one"])
-    # Threads of all processes together fill the machine once; torchrun would give each process one thread.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
-    # The failing rank has its say itself; the launcher's log would repeat it in its own form.
-    logging.disable(logging.ERROR)
-    try:
-        run.run(run.parse_args([*words, "-m", "shardglass.hf.train", *flags]))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return _failed(rank, failure)
-    except (SignalException, KeyboardInterrupt):
-        return INTERRUPTED
-    except DistError as error:
-        raise ConfigError(
-            f"the processes could not meet at {options.master_addr or 'this machine'}, port "
-            f"{options.master_port or 'chosen freely'}: {_first_line(error)}\n  choose another --master_port"
-        ) from None
-    return 0
-
-
-def _failed(rank: int, failure: "ProcessFailure") -> int:
-    """Say in one line who failed, unless that rank has said it in one line of its own; return the exit code."""
-    if failure.exitcode == USER_FAULT:
-        return USER_FAULT
-    if failure.exitcode < 0:
-        hint = ": the machine may have run out of memory" if failure.signal_name() == "SIGKILL" else ""
-        _say(f"rank {rank} was ended by {failure.signal_name()}{hint}")
-        return 128 - failure.exitcode
-    told: Any = failure.message  # torch declares str, and gives the record of the error file
-    message = told.get("message") if isinstance(told, Mapping) else None
-    _say(f"rank {rank} failed with exit code {failure.exitcode}" + (f": {message}" if message else ""))
-    return failure.exitcode
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

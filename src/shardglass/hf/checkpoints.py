@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 SCHEDULER, STATE = "scheduler.pt", "trainer_state.json"
 """Names transformers gives these files."""
 
+_SAVING = ".saving-"
+"""Begins the name of the folder that final files are written to before they are moved to their place."""
+
 
 def is_asked_for(wanted: str | bool | None) -> bool:  # noqa: FBT001
     """Whether a value of ``resume_from_checkpoint`` asks for a checkpoint."""
@@ -144,6 +147,8 @@ class CheckpointMixin:
         if self.args.should_save:
             for line in tidy(output_dir):
                 log.warning("%s: %s", output_dir, line)
+            for left in output_dir.glob(f"{_SAVING}*"):  # of a run that was killed while it saved its model
+                shutil.rmtree(left, ignore_errors=True)
         self.accelerator.wait_for_everyone()  # type: ignore[attr-defined]
         folder = find_checkpoint(wanted, output_dir)
         self._mine = []
@@ -264,10 +269,12 @@ class CheckpointMixin:
         target.mkdir(parents=True, exist_ok=True)
         if state_dict is None and self.handle is not None and self._sharded_model is self.model:
             state_dict = self.handle.full_state_dict()
-        beside = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
+        beside = Path(tempfile.mkdtemp(prefix=_SAVING, dir=target))
         try:
             super()._save(str(beside), state_dict=state_dict)  # type: ignore[misc]
             for written in sorted(beside.iterdir()):
+                if written.is_dir():  # templates of a tokenizer; a folder is not replaced by one that holds files
+                    shutil.rmtree(target / written.name, ignore_errors=True)
                 os.replace(written, target / written.name)
         finally:
             shutil.rmtree(beside, ignore_errors=True)

@@ -79,6 +79,9 @@ class EngineFlags:
     overwrite_output_dir: bool = _flag(
         default=False, help_text="Replace a model in --output_dir that no run wrote; see the README."
     )
+    skip_memory_check: bool = _flag(
+        default=False, help_text="Train although the plan says that the memory cannot suffice."
+    )
     allow_unknown_config: bool = _flag(
         default=False, help_text="Leave unknown keys of the config out with a note, instead of refusing them."
     )

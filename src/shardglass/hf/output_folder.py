@@ -19,7 +19,13 @@ from shardglass.errors import ConfigError
 DEFAULT_OUTPUT = "trainer_output"
 """Where transformers writes without ``--output_dir``."""
 
-RUN_FILES = ("shardglass_config.json", "shardglass_summary.json", "trainer_state.json", "training_args.bin")
+CONFIG_FILE = "shardglass_config.json"
+"""The resolved config as JSON."""
+
+SUMMARY_FILE = "shardglass_summary.json"
+"""The run summary as JSON, the last thing a run writes."""
+
+RUN_FILES = (CONFIG_FILE, SUMMARY_FILE, "trainer_state.json", "training_args.bin")
 """Files that only a Trainer's run leaves behind."""
 
 _CHECKPOINT = re.compile(r"^checkpoint-\d+$")
@@ -71,8 +77,8 @@ def check_output_folder(
     if model:
         _keep_from_model(folder, Path(model).expanduser())
     _try_to_write(folder)
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    models = [name for name in names if any(fnmatch(name, pattern) for pattern in _MODEL_FILES)]
+    names = _names_in(folder)
+    models = model_files(folder)
     checkpoints = [name for name in names if _CHECKPOINT.match(name)]
     is_run = bool(checkpoints) or any(name in RUN_FILES for name in names)
     if overwrite and (is_run or not models):
@@ -87,6 +93,15 @@ def check_output_folder(
         f"--output_dir: {folder} holds files that no run wrote, and the run would replace them: {_listed(models)}; "
         "give another folder, or --overwrite_output_dir True"
     )
+
+
+def model_files(folder: Path) -> list[str]:
+    """The names in a folder that are those of a saved model or its tokenizer."""
+    return [name for name in _names_in(folder) if any(fnmatch(name, pattern) for pattern in _MODEL_FILES)]
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def _keep_from_model(folder: Path, model: Path) -> None:

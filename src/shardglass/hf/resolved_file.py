@@ -10,11 +10,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from shardglass.errors import ConfigError
+from shardglass.hf.output_folder import CONFIG_FILE
 from shardglass.hf.trainer import ZeroMixin
 from shardglass.report.config_table import config_json
-
-CONFIG_FILE = "shardglass_config.json"
-"""The resolved config as JSON, in the output folder."""
 
 
 class ResolvedConfigCallback(TrainerCallback):

@@ -21,40 +21,46 @@ from shardglass.errors import ShardglassError
 from shardglass.hf.arguments import Command, parse_command
 from shardglass.hf.checkpoints import check_resume, is_asked_for
 from shardglass.hf.data import ConversationDataset, DataOptions, build_collator, build_dataset, load_conversations
+from shardglass.hf.lifeline import Lifeline
 from shardglass.hf.load import check_model_path, load_config_of, load_model, load_tokenizer, prepare_for_training
+from shardglass.hf.memory_check import check_memory
+from shardglass.hf.meta import FoundConfig
 from shardglass.hf.mistakes import mistakes_told
-from shardglass.hf.output_folder import check_output_folder
+from shardglass.hf.output_folder import SUMMARY_FILE, check_output_folder
+from shardglass.hf.planning import RunToPlan
 from shardglass.hf.rehearsal import check_optimizer, check_schedule
 from shardglass.hf.resolved_file import ResolvedConfigCallback
 from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
 from shardglass.report.terminal import render_summary
-from shardglass.resolve import note_of_short_data
-
-SUMMARY_FILE = "shardglass_summary.json"
-"""The run summary as JSON, beside the saved model."""
+from shardglass.resolve import Resolved, note_of_short_data
 
 GRACE_S = 5.0
 """Seconds rank 0 has to say a mistake that every rank found."""
 
 
-def main(argv: Sequence[str] | None = None, *, defaults: Mapping[str, str] | None = None) -> None:
+def main(
+    argv: Sequence[str] | None = None, *, defaults: Mapping[str, str] | None = None, lifeline: Lifeline | None = None
+) -> None:
     """Fine-tune as the flags say; the process ends with code 2 on a user's mistake.
 
     Args:
         argv: The flags; None takes the process's own.
         defaults: Values of flags that are not given, such as ``{"label_policy": "qwen"}``.
+        lifeline: Told where the run saves.
     """
     is_main = int(os.environ.get("RANK", "0")) == 0
     _set_up_logging(is_main=is_main)
-    _run(sys.argv[1:] if argv is None else list(argv), defaults or {}, is_main=is_main)
+    _run(sys.argv[1:] if argv is None else list(argv), defaults or {}, lifeline, is_main=is_main)
 
 
 @record
-def _run(argv: Sequence[str], defaults: Mapping[str, str], *, is_main: bool) -> None:
+def _run(argv: Sequence[str], defaults: Mapping[str, str], lifeline: Lifeline | None, *, is_main: bool) -> None:
     """The command; ``record`` writes an exception that is no user's mistake to torchrun's error file."""
     try:
         command = parse_command(argv, defaults=defaults)
+        if lifeline is not None:
+            lifeline.output_dir = Path(str(command.training.output_dir))
         notes = [*command.notes, *(_check_output(command) if is_main else [])]
         trainer, found = build_trainer(command, is_main=is_main)
     except ShardglassError as error:
@@ -116,7 +122,7 @@ def build_trainer(command: Command, *, is_main: bool) -> tuple[ZeroTrainer, list
         "cache_dir": model_args.cache_dir,
         "trust_remote_code": model_args.trust_remote_code,
     }
-    load_config_of(model_args.model_name_or_path, **where)
+    config = load_config_of(model_args.model_name_or_path, **where)
     records = load_conversations(data_args.data_path, skip_bad_records=options.skip_bad_records, is_main=is_main)
     tokenizer = load_tokenizer(model_args.model_name_or_path, **where)
     train_data = build_dataset(records, tokenizer, options, is_main=is_main)
@@ -132,6 +138,12 @@ def build_trainer(command: Command, *, is_main: bool) -> tuple[ZeroTrainer, list
     if resolved.scheduler is None:
         check_schedule(training)
     short = note_of_short_data(len(train_data), resolved.batch, drops_last=training.dataloader_drop_last)
+    check_memory(
+        _run_to_plan(command, resolved, config, train_data.longest),
+        skip=training.skip_memory_check,
+        decides=training.device.type == "cuda" or int(os.environ.get("LOCAL_RANK", "0")) == 0,
+        console=Console(soft_wrap=True) if is_main else None,
+    )
     model = load_model(
         model_args.model_name_or_path,
         attn_implementation=model_args.attn_implementation,
@@ -149,6 +161,23 @@ def build_trainer(command: Command, *, is_main: bool) -> tuple[ZeroTrainer, list
             processing_class=tokenizer,
         )
     return trainer, [*trainer.resolved.notes, *([short] if short else [])]
+
+
+def _run_to_plan(command: Command, resolved: Resolved, config: Any, longest: int | None) -> RunToPlan:
+    """What the memory plan must know of this run."""
+    training = command.training
+    return RunToPlan(
+        config=FoundConfig(name=command.model.model_name_or_path, source="run", config=config),
+        resolved=resolved,
+        optim=str(getattr(training.optim, "value", training.optim)),
+        dtype_as_loaded=command.model.dtype,
+        attention=command.model.attn_implementation,
+        longest=longest,
+        model_max_length=training.model_max_length,
+        recomputes=_recomputes(training),
+        device=training.device.type,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
 
 
 def _recomputes(training: Any) -> bool:
@@ -185,7 +214,3 @@ def _fail(error: ShardglassError, *, shared: bool) -> NoReturn:
     sys.stderr.flush()
     # No interpreter shutdown: destructors of a process group may wait for ranks that do not come.
     os._exit(2)
-
-
-if __name__ == "__main__":
-    main()
