@@ -24,7 +24,7 @@ WORKER = """
 import os, sys, time, types
 from pathlib import Path
 
-def main(argv=None, *, defaults=None, lifeline=None):
+def main(argv=None, *, defaults=None, lifeline=None, signal=None):
     argv = sys.argv[1:] if argv is None else argv
     rank = int(os.environ["RANK"])
     print("worker", rank, os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], *argv, flush=True)

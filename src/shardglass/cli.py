@@ -15,11 +15,13 @@ import typer
 from rich.console import Console
 
 from shardglass import __version__
+from shardglass.commands.look import look_command, where_command
 from shardglass.config import load_config
 from shardglass.errors import ConfigError, ShardglassError
 from shardglass.hf.flags import (
     DataArguments,
     EngineFlags,
+    LookArguments,
     LoraArguments,
     ModelArguments,
     early_faults,
@@ -28,6 +30,7 @@ from shardglass.hf.flags import (
 from shardglass.hf.help import show_help
 from shardglass.hf.launch import LAUNCHER, USER_FAULT, launch, launch_options, split_launch, stops_told
 from shardglass.hf.lifeline import Lifeline
+from shardglass.hf.look_signal import LookSignal, signal_passed_on
 from shardglass.hf.output_folder import DEFAULT_OUTPUT, check_output_folder
 from shardglass.hf.scan import Scanned, kinds_in_source, kinds_of, scan
 from shardglass.versions import check_versions
@@ -39,6 +42,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("look")(look_command)
+app.command("where")(where_command)
 
 
 def main() -> None:
@@ -75,9 +80,11 @@ def _train_here(argv: Sequence[str] | None, defaults: Mapping[str, str] | None =
         parent=parent if is_ours or "TORCHELASTIC_RUN_ID" in os.environ else None,
     )
     lifeline.arm()
+    looks = LookSignal()
+    looks.arm()
     from shardglass.hf.train import main as train
 
-    train(argv, defaults=defaults, lifeline=lifeline)
+    train(argv, defaults=defaults, lifeline=lifeline, signal=looks)
 
 
 def _say(text: str) -> None:
@@ -119,7 +126,7 @@ def _train(context: typer.Context) -> None:
     options = launch_options(launcher)
     folder = Path(early.values.get("output_dir") or DEFAULT_OUTPUT).expanduser()
     output_dir = folder if options.node_rank == 0 else None
-    with stops_told(_say, output_dir):
+    with stops_told(_say, output_dir), signal_passed_on(_say):
         if output_dir is not None:
             _check_output(early.values)
         check_versions()
@@ -244,7 +251,7 @@ def _early(flags: Sequence[str], *, wants_help: bool) -> Scanned | None:
         show_help()
         return None
     theirs = kinds_in_source()
-    known = {**theirs, **kinds_of(ModelArguments, DataArguments, LoraArguments, EngineFlags)}
+    known = {**theirs, **kinds_of(ModelArguments, DataArguments, LoraArguments, LookArguments, EngineFlags)}
     scanned = scan(flags, known)
     faults = [*scanned.faults, *early_faults(scanned.values)]
     if theirs and faults:  # without transformers' names half of the flags would be unknown here

@@ -25,11 +25,13 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from shardglass.errors import ConfigError, InvariantError, suggestion
+from shardglass.hf.debugging import patience
 from shardglass.hf.flags import (
     IDLE_FLAGS,
     DataArguments,
     EngineFlags,
     LaunchArguments,
+    LookArguments,
     LoraArguments,
     ModelArguments,
     early_faults,
@@ -46,6 +48,7 @@ from shardglass.hf.scan import Scanned, kinds_of, scan
 __all__ = [
     "Command",
     "DataArguments",
+    "LookArguments",
     "LoraArguments",
     "ModelArguments",
     "ZeroTrainingArguments",
@@ -151,6 +154,7 @@ class Command:
         model: Which model.
         data: Which data.
         training: How to train; its ``explicit`` is set.
+        look: How somebody looks into the run.
         notes: What became of old flags and of flags without effect.
         given: Names of the fields that the user gave a value, with the values.
     """
@@ -158,23 +162,31 @@ class Command:
     model: ModelArguments
     data: DataArguments
     training: ZeroTrainingArguments
+    look: LookArguments
     notes: tuple[str, ...]
     given: Mapping[str, object]
 
 
-def parse_command(argv: Sequence[str], *, defaults: Mapping[str, object] = _NOTHING, rehearse: bool = False) -> Command:
+def parse_command(
+    argv: Sequence[str],
+    *,
+    defaults: Mapping[str, object] = _NOTHING,
+    rehearse: bool = False,
+    is_debugged: bool = False,
+) -> Command:
     """Read the flags of a training command.
 
     Args:
         argv: The flags, without the program's name.
         defaults: Values of fields that the user does not give.
         rehearse: Check only, on a process that will not train: no GPU is touched.
+        is_debugged: A debugger may hold a rank at any moment, so the others wait longer; as with ``--debugpy_rank``.
 
     Raises:
         ConfigError: Names every flag and value that cannot be used.
         SystemExit: Help was asked for and shown.
     """
-    parts = (ModelArguments, DataArguments, LoraArguments, ZeroTrainingArguments)
+    parts = (ModelArguments, DataArguments, LoraArguments, LookArguments, ZeroTrainingArguments)
     known = kinds_of(*parts)
     strange = sorted(set(defaults) - set(known))
     if strange:
@@ -189,6 +201,8 @@ def parse_command(argv: Sequence[str], *, defaults: Mapping[str, object] = _NOTH
         raise flags_error(faults)
     notes = [*scanned.notes, *_idle_notes(scanned)]
     values = {**defaults, **scanned.values}
+    if is_debugged or values.get("debugpy_rank") is not None:
+        values.update(patience(values))
     if rehearse:
         values = {**values, "use_cpu": True, "ddp_backend": None}
     with mistakes_told(scanned.values):  # transformers' own checks: one fault, no list
@@ -201,6 +215,7 @@ def parse_command(argv: Sequence[str], *, defaults: Mapping[str, object] = _NOTH
         model=_made(ModelArguments, values),
         data=_made(DataArguments, values),
         training=training,
+        look=_made(LookArguments, values),
         notes=tuple(notes),
         given=scanned.values,
     )
@@ -241,6 +256,8 @@ def _idle_notes(scanned: Scanned) -> list[str]:
     notes += [f"--{name} has no effect: {IDLE_FLAGS[name]}" for name in scanned.values if name in IDLE_FLAGS]
     if scanned.values.get("eval_data_path") and str(scanned.values.get("eval_strategy", "no")) == "no":
         notes.append("--eval_data_path has no effect: nothing is evaluated without --eval_strategy steps or epoch")
+    if "debugpy_port" in scanned.values and scanned.values.get("debugpy_rank") is None:
+        notes.append("--debugpy_port has no effect without --debugpy_rank")
     return notes
 
 

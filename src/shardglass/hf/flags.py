@@ -7,12 +7,16 @@ arguments. Loads neither torch nor transformers, so that ``shardglass train --he
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from shardglass.errors import ConfigError, suggestion
 from shardglass.options import EngineOptions
 
 _ENGINE = EngineOptions()
+
+DEBUGPY_PORT = 5678
+"""Where debugpy's own examples listen."""
 
 
 def _flag(default: object, help_text: str) -> Any:
@@ -85,6 +89,17 @@ class EngineFlags:
     allow_unknown_config: bool = _flag(
         default=False, help_text="Leave unknown keys of the config out with a note, instead of refusing them."
     )
+
+
+@dataclass
+class LookArguments:
+    """How somebody looks into the run while it trains."""
+
+    look: str | None = _flag(
+        None, "Steps after which each rank writes a snapshot, such as 1,100; 0 is before the first. `shardglass look`"
+    )
+    debugpy_rank: int | None = _flag(None, "The rank that waits for a debugger before it does anything else.")
+    debugpy_port: int = _flag(DEBUGPY_PORT, "Port on its machine where it waits; no effect without --debugpy_rank.")
 
 
 @dataclass
@@ -194,6 +209,8 @@ RANGES = {
     "dataloader_num_workers": Range(low=0),
     "label_smoothing_factor": Range(low=0, high=1),
     "seed": Range(low=0, high=2**32 - 1),
+    "debugpy_rank": Range(low=0),
+    "debugpy_port": Range(low=1, high=65535),
     "zero_stage": Range(low=0, high=3),
     "model_max_length": Range(low=2),
     "max_skipped_steps": Range(low=1),
@@ -230,11 +247,36 @@ def flags_error(faults: Iterable[str]) -> ConfigError:
     return faults_error("flags", faults, "`shardglass train --help` lists all flags")
 
 
+def look_steps(text: str | None) -> tuple[int, ...]:
+    """The steps of ``--look``.
+
+    Raises:
+        ConfigError: They are no numbers.
+    """
+    words = [] if text is None else [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and word.isascii() for word in words):
+        raise ConfigError(f"--look {text}: it must be one step or several, such as 1,100")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _look_faults(values: Mapping[str, Any]) -> list[str]:
+    """Say what is wrong with the flags of ``LookArguments``."""
+    faults = []
+    try:
+        look_steps(values.get("look"))
+    except ConfigError as error:
+        faults.append(str(error))
+    if values.get("debugpy_rank") is not None and find_spec("debugpy") is None:
+        faults.append("--debugpy_rank: debugpy is not installed: pip install 'shardglass[debug]'")
+    return faults
+
+
 def early_faults(values: Mapping[str, Any]) -> list[str]:
     """Say what is wrong with the values of a command, as far as it can be told without transformers."""
     faults = [f"--{name} is required" for name in ("model_name_or_path", "data_path") if not values.get(name)]
     faults += [f"--{name}: a value is missing" for name in ("output_dir", "deepspeed") if values.get(name) == ""]
     faults += [f"--{fault}" for fault in range_faults(values)]
+    faults += _look_faults(values)
     for name in ("use_lora", "q_lora"):
         if values.get(name):
             faults.append(f"--{name}: not supported yet; leave it out to train all parameters")

@@ -9,7 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardglass.hf.flags import DataArguments, EngineFlags, LaunchArguments, LoraArguments, ModelArguments
+from shardglass.hf.flags import (
+    DataArguments,
+    EngineFlags,
+    LaunchArguments,
+    LookArguments,
+    LoraArguments,
+    ModelArguments,
+)
 from shardglass.hf.scan import kind_of, kinds_in_source
 
 _INTRODUCTION = """\
@@ -23,6 +30,7 @@ _SECTIONS = {
     "Model": ModelArguments,
     "Data": DataArguments,
     "Engine": EngineFlags,
+    "Looking in": LookArguments,
     "LoRA": LoraArguments,
 }
 

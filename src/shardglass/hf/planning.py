@@ -12,11 +12,12 @@ from shardglass.config.readers import dtype as read_dtype
 from shardglass.errors import ConfigError, suggestion
 from shardglass.hf.machine import free_host_bytes
 from shardglass.hf.meta import FoundConfig, facts_of, find_config
-from shardglass.layout import SchemeOptions, find_scheme
+from shardglass.layout import Layout, SchemeOptions, find_scheme, units_layout
 from shardglass.options import STAGES, EngineOptions
 from shardglass.plan.activations import Attention
 from shardglass.plan.fit import smallest_fit
-from shardglass.plan.kinds import STATES, OptimizerKind
+from shardglass.plan.kinds import STATES, OptimizerKind, PlannedOptions
+from shardglass.plan.model import ModelFacts
 from shardglass.plan.plan import Plan, make_plan
 from shardglass.plan.setup import Setup, parse_size
 from shardglass.resolve import Resolved, RunArguments, resolve
@@ -298,12 +299,48 @@ class RunToPlan:
     ranks_per_node: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedEngine:
+    """What the plan of a run says of its engine.
+
+    Attributes:
+        layout: Which rank holds which elements.
+        options: What the stage cuts, and dtypes.
+        optimizer: Which states there are.
+    """
+
+    layout: Layout
+    options: PlannedOptions
+    optimizer: OptimizerKind
+
+
+def planned_engine(run: RunToPlan) -> PlannedEngine:
+    """The engine's side of the plan, which needs config and flags alone, no weights.
+
+    Raises:
+        ShardglassError: The model's config makes no model.
+    """
+    facts, setup = _facts_and_setup(run)
+    return PlannedEngine(
+        layout=units_layout(facts.params, setup.world_size),
+        options=PlannedOptions(stage=setup.stage, reduce_dtype=setup.reduce_dtype, accum_dtype=setup.accum_dtype),
+        optimizer=setup.optimizer,
+    )
+
+
 def plans_of_run(run: RunToPlan) -> tuple[Plan, Plan]:
     """The plan with the longest sequences, and that with the shortest ones if the longest are not known.
 
     Raises:
         ShardglassError: The model's config makes no model.
     """
+    facts, setup = _facts_and_setup(run)
+    longest = make_plan(facts, setup)
+    return longest, longest if run.longest is not None else make_plan(facts, replace(setup, length=2))
+
+
+def _facts_and_setup(run: RunToPlan) -> tuple[ModelFacts, Setup]:
+    """Model and run, as a plan takes them."""
     num_groups = 2 if run.resolved.optimizer is None else 1
     dtype = run.resolved.param_dtype
     facts = facts_of(run.config, dtype=dtype, num_groups=num_groups)
@@ -326,5 +363,4 @@ def plans_of_run(run: RunToPlan) -> tuple[Plan, Plan]:
         device="cuda" if run.device == "cuda" else "cpu",
         ranks_per_node=run.ranks_per_node,
     )
-    longest = make_plan(facts, setup)
-    return longest, longest if run.longest is not None else make_plan(facts, replace(setup, length=2))
+    return facts, setup

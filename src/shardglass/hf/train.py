@@ -9,6 +9,8 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,13 +23,17 @@ from shardglass.errors import ShardglassError
 from shardglass.hf.arguments import Command, parse_command
 from shardglass.hf.checkpoints import check_resume, is_asked_for
 from shardglass.hf.data import ConversationDataset, DataOptions, build_collator, build_dataset, load_conversations
+from shardglass.hf.debugging import DEBUGGED, held_note, name_process, run_free, wait_for_debugger
+from shardglass.hf.flags import flags_error, look_steps
 from shardglass.hf.lifeline import Lifeline
 from shardglass.hf.load import check_model_path, load_config_of, load_model, load_tokenizer, prepare_for_training
+from shardglass.hf.look_signal import LookSignal
+from shardglass.hf.looking import LookCallback, clear_snapshots
 from shardglass.hf.memory_check import check_memory
 from shardglass.hf.meta import FoundConfig
 from shardglass.hf.mistakes import mistakes_told
 from shardglass.hf.output_folder import SUMMARY_FILE, check_output_folder
-from shardglass.hf.planning import RunToPlan
+from shardglass.hf.planning import RunToPlan, planned_engine
 from shardglass.hf.rehearsal import check_optimizer, check_schedule
 from shardglass.hf.resolved_file import ResolvedConfigCallback
 from shardglass.hf.summary import SummaryCallback
@@ -39,8 +45,25 @@ GRACE_S = 5.0
 """Seconds rank 0 has to say a mistake that every rank found."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What is told to a run from outside while it is under way, and what it tells.
+
+    Attributes:
+        lifeline: Told where the run saves; None if nobody waits for its end.
+        signal: Says that somebody asked for snapshots.
+    """
+
+    lifeline: Lifeline | None = None
+    signal: LookSignal | None = None
+
+
 def main(
-    argv: Sequence[str] | None = None, *, defaults: Mapping[str, str] | None = None, lifeline: Lifeline | None = None
+    argv: Sequence[str] | None = None,
+    *,
+    defaults: Mapping[str, str] | None = None,
+    lifeline: Lifeline | None = None,
+    signal: LookSignal | None = None,
 ) -> None:
     """Fine-tune as the flags say; the process ends with code 2 on a user's mistake.
 
@@ -48,27 +71,63 @@ def main(
         argv: The flags; None takes the process's own.
         defaults: Values of flags that are not given, such as ``{"label_policy": "qwen"}``.
         lifeline: Told where the run saves.
+        signal: Asks for snapshots.
     """
-    is_main = int(os.environ.get("RANK", "0")) == 0
-    _set_up_logging(is_main=is_main)
-    _run(sys.argv[1:] if argv is None else list(argv), defaults or {}, lifeline, is_main=is_main)
+    rank = int(os.environ.get("RANK", "0"))
+    _set_up_logging(is_main=rank == 0)
+    name_process(rank)
+    told = Told(lifeline=lifeline, signal=signal)
+    _run(sys.argv[1:] if argv is None else list(argv), defaults or {}, told, is_main=rank == 0)
 
 
 @record
-def _run(argv: Sequence[str], defaults: Mapping[str, str], lifeline: Lifeline | None, *, is_main: bool) -> None:
+def _run(argv: Sequence[str], defaults: Mapping[str, str], told: Told, *, is_main: bool) -> None:
     """The command; ``record`` writes an exception that is no user's mistake to torchrun's error file."""
     try:
-        command = parse_command(argv, defaults=defaults)
-        if lifeline is not None:
-            lifeline.output_dir = Path(str(command.training.output_dir))
-        notes = [*command.notes, *(_check_output(command) if is_main else [])]
-        trainer, found = build_trainer(command, is_main=is_main)
+        debugged = os.environ.get(DEBUGGED)
+        run_free(int(os.environ.get("RANK", "0")), debugged)
+        command = parse_command(argv, defaults=defaults, is_debugged=debugged is not None)
+        if told.lifeline is not None:
+            told.lifeline.output_dir = Path(str(command.training.output_dir))
+        notes = [*command.notes, *(_check_output(command) if is_main else []), *_meet_debugger(command, debugged)]
+        notes += _clear_snapshots(command)
+        trainer, found = build_trainer(command, is_main=is_main, signal=told.signal)
     except ShardglassError as error:
         _fail(error, shared=True)
     try:
         _train(trainer, [*notes, *found], Console(soft_wrap=True) if is_main else None)
     except ShardglassError as error:
         _fail(error, shared=False)
+
+
+def _meet_debugger(command: Command, debugged: str | None) -> list[str]:
+    """Wait for a debugger if this rank is to; returns what the user should know.
+
+    Raises:
+        ConfigError: There is no such rank, or it cannot listen.
+    """
+    wanted, rank = command.look.debugpy_rank, int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if wanted is None:
+        return [] if debugged is None else [held_note("a debugger may hold a rank")]
+    if wanted >= world_size:
+        raise flags_error([f"--debugpy_rank {wanted}: there are ranks 0 to {world_size - 1}"])
+    if wanted == rank:
+        os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a page of warnings on frozen modules
+        wait_for_debugger(rank, command.look.debugpy_port, _say)
+    return [held_note(f"--debugpy_rank {wanted}")]
+
+
+def _clear_snapshots(command: Command) -> list[str]:
+    """Begin with no snapshots of an earlier run, unless this one goes on from it; returns what was done."""
+    if is_asked_for(command.training.resume_from_checkpoint) or int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        return []
+    return clear_snapshots(Path(str(command.training.output_dir)))
+
+
+def _say(text: str) -> None:
+    """One line on stderr, from whichever rank."""
+    Console(stderr=True, soft_wrap=True).print(f"shardglass: {text}", highlight=False, markup=False)
 
 
 def _check_output(command: Command) -> list[str]:
@@ -101,8 +160,15 @@ def _train(trainer: ZeroTrainer, notes: Sequence[str], console: Console | None) 
     torch.distributed.destroy_process_group()
 
 
-def build_trainer(command: Command, *, is_main: bool) -> tuple[ZeroTrainer, list[str]]:
+def build_trainer(
+    command: Command, *, is_main: bool, signal: LookSignal | None = None
+) -> tuple[ZeroTrainer, list[str]]:
     """Everything between the flags and ``train()``.
+
+    Args:
+        command: The flags.
+        is_main: Whether this is rank 0, which speaks.
+        signal: Asks for snapshots.
 
     Returns:
         The trainer, and what the user should know of config and data.
@@ -138,8 +204,9 @@ def build_trainer(command: Command, *, is_main: bool) -> tuple[ZeroTrainer, list
     if resolved.scheduler is None:
         check_schedule(training)
     short = note_of_short_data(len(train_data), resolved.batch, drops_last=training.dataloader_drop_last)
+    run = _run_to_plan(command, resolved, config, train_data.longest)
     check_memory(
-        _run_to_plan(command, resolved, config, train_data.longest),
+        run,
         skip=training.skip_memory_check,
         decides=training.device.type == "cuda" or int(os.environ.get("LOCAL_RANK", "0")) == 0,
         console=Console(soft_wrap=True) if is_main else None,
@@ -160,6 +227,14 @@ def build_trainer(command: Command, *, is_main: bool) -> tuple[ZeroTrainer, list
             data_collator=build_collator(tokenizer, options),
             processing_class=tokenizer,
         )
+    looking = LookCallback(
+        trainer,
+        steps=look_steps(command.look.look),
+        signal=signal,
+        engine=partial(planned_engine, run),
+        say=_say if is_main else None,
+    )
+    trainer.add_callback(looking)
     return trainer, [*trainer.resolved.notes, *([short] if short else [])]
 
 

@@ -4,10 +4,10 @@ Owns the grouping of boundaries by pattern. Leaves the cuts themselves to ``layo
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardglass.layout import Layout, boundary_cuts
+from shardglass.layout import BoundaryCut, Layout, boundary_cuts
 from shardglass.options import EngineOptions
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -46,11 +46,15 @@ def cut_rows(layout: Layout, options: EngineOptions) -> tuple[CutRow, ...]:
         Rows with equal elements on each side in equally named tensors of different blocks are one.
     """
     rules = options.rules
+    cuts = boundary_cuts(layout) if rules.shards_state else ()
+    return rows_of_cuts(layout, (cut for cut in cuts if layout.buffers[cut.buffer].trainable or rules.shards_params))
+
+
+def rows_of_cuts(layout: Layout, cuts: Iterable[BoundaryCut]) -> tuple[CutRow, ...]:
+    """Boundaries of a layout, those that are alike as one row."""
     members: dict[tuple[int, str, bool, int, int], list[int | None]] = {}
-    for cut in boundary_cuts(layout) if rules.shards_state else ():
+    for cut in cuts:
         buffer = layout.buffers[cut.buffer]
-        if not (buffer.trainable or rules.shards_params):
-            continue
         name = buffer.unit if cut.name is None else cut.name
         stem, number = stem_of(name)
         key = (cut.left_rank, stem, cut.name is not None, cut.left, cut.right)
