@@ -45,12 +45,22 @@ sys.modules["shardglass.hf.train"] = module
 """
 """Stands for training in the processes that are started; all around it is as ever."""
 
+QUICK = """
+import sys, types
+module = types.ModuleType("shardglass.hf.arguments")
+module.parse_command = lambda *args, **kwargs: None
+sys.modules["shardglass.hf.arguments"] = module
+"""
+"""Spares a launcher the seconds in which it has transformers look at the flags; one test below does without."""
+
 
 @pytest.fixture(scope="module")
 def with_worker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that puts a short worker in the place of ``shardglass.hf.train``, in started processes only."""
     folder = tmp_path_factory.mktemp("worker")
-    (folder / "sitecustomize.py").write_text(f"import os\nif 'RANK' in os.environ:\n    exec({WORKER!r})\n")
+    (folder / "sitecustomize.py").write_text(
+        f"import os\nif 'RANK' in os.environ:\n    exec({WORKER!r})\nelif 'QUICK' in os.environ:\n    exec({QUICK!r})\n"
+    )
     return folder
 
 
@@ -65,11 +75,11 @@ def environment_with(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
-def run(*argv: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+def run(*argv: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run the command in a process of its own, as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "shardglass", *argv],
-        env=environment_with(folder),
+        env={**environment_with(folder), **environment},
         capture_output=True,
         text=True,
         timeout=180,
@@ -85,7 +95,7 @@ def test_train_starts_its_own_processes(with_worker):
 
 
 def test_a_mistake_that_a_rank_finds_is_told_once_with_code_2(with_worker):
-    done = run("train", "--nproc_per_node=2", *REQUIRED, "--run_name", "mistake", folder=with_worker)
+    done = run("train", "--nproc_per_node=2", *REQUIRED, "--run_name", "mistake", folder=with_worker, QUICK="1")
     assert (done.returncode, done.stderr) == (2, "shardglass: rank 1: no such thing\n")
 
 
@@ -122,7 +132,7 @@ def started(folder: Path, output: Path, launcher: list[str]) -> "tuple[subproces
     flags = [*REQUIRED, "--run_name", "sleepy", "--output_dir", str(output)]
     done = subprocess.Popen(
         [*launcher, *flags],
-        env=environment_with(folder),
+        env={**environment_with(folder), "QUICK": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

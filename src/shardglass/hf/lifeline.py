@@ -29,6 +29,9 @@ STOPS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 LOOK_S = 1.0
 """Seconds between two looks at the parent."""
 
+DYING_S = 0.5
+"""Seconds in which a launcher that has begun to die is gone."""
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -87,10 +90,17 @@ class Lifeline:
     def _is_orphan(self) -> bool:
         return self._parent is not None and os.getppid() != self._parent
 
+    def _becomes_orphan(self) -> bool:
+        """Linux tells of the end of the parent's thread; the process may have others, which die a little later."""
+        end = time.monotonic() + DYING_S
+        while self._parent is not None and not self._is_orphan() and time.monotonic() < end:
+            time.sleep(0.01)
+        return self._is_orphan()
+
     def _end(self, number: signal.Signals) -> None:
         if not self._ending.acquire(blocking=False):
             return  # the other thread is about it
-        is_orphan = self._is_orphan()
+        is_orphan = self._becomes_orphan() if number == signal.SIGTERM else self._is_orphan()
         if self._says_all and (is_orphan or self._says_signals):
             why = "stopped, as its launcher is gone" if is_orphan else f"stopped by {STOPS[number]}"
             line = f"\nshardglass: {why}; {saved(self.output_dir, self._began)}\n"  # behind a progress bar
