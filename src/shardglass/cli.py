@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from shardglass import __version__
+from shardglass.commands.debug_config import debug_config_command
 from shardglass.commands.look import look_command, where_command
 from shardglass.config import load_config
 from shardglass.errors import ConfigError, ShardglassError
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 app.command("look")(look_command)
 app.command("where")(where_command)
+app.command("debug-config")(debug_config_command)
 
 
 def main() -> None:
