@@ -189,6 +189,7 @@ def test_the_flags_of_plan_are_these():
         "--gradient-checkpointing",
         "--help",
         "--host-ram",
+        "--html",
         "--json",
         "--micro-batch",
         "--optimizer",

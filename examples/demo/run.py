@@ -175,12 +175,19 @@ def report(before: Measured, after: Measured, seconds: float) -> None:
     say(f"the demo took {seconds:.0f} s")
 
 
+def write_report() -> Path:
+    """Write the run as an interactive page; return its path."""
+    from shardglass.hf.run_report import write_run_report
+
+    return write_run_report(OUTPUT)
+
+
 def main() -> int:
     """Run the demo.
 
     Returns:
-        0 when the held-out loss fell, 1 when it did not, 2 when an input could not be made, and the exit code of the
-        training command when that failed.
+        0 when the held-out loss fell, 1 when it did not, 2 when an input or the report could not be made, and the exit
+        code of the training command when that failed.
     """
     from transformers.utils import logging
 
@@ -207,6 +214,11 @@ def main() -> int:
     say("\nMeasuring the saved model ...")
     after = measure(OUTPUT, held_out)
     report(before, after, time.monotonic() - start)
+    try:
+        say(f"report: {write_report().resolve()} (one file; opens in a browser, without a network)")
+    except ShardglassError as error:
+        sys.stderr.write(f"demo: {error}\n")
+        return 2
     if not after.loss < before.loss:
         sys.stderr.write("demo: the held-out loss did not fall\n")
         return 1

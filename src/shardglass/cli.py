@@ -17,6 +17,7 @@ from rich.console import Console
 from shardglass import __version__
 from shardglass.commands.debug_config import debug_config_command
 from shardglass.commands.look import look_command, where_command
+from shardglass.commands.report import report_command
 from shardglass.config import load_config
 from shardglass.errors import ConfigError, ShardglassError
 from shardglass.hf.flags import (
@@ -46,6 +47,7 @@ app = typer.Typer(
 app.command("look")(look_command)
 app.command("where")(where_command)
 app.command("debug-config")(debug_config_command)
+app.command("report")(report_command)
 
 
 def main() -> None:
@@ -180,6 +182,7 @@ def _plan(  # noqa: PLR0913  # a flag each
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Plan for ranks on this machine's CPU.")] = False,
     json: Annotated[str | None, typer.Option(help="Write the plan as JSON to a file, or to - alone.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the plan as an interactive page that opens offline.")] = None,
     cache_dir: Annotated[str | None, typer.Option(help="Folder that keeps what is downloaded.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
@@ -187,10 +190,11 @@ def _plan(  # noqa: PLR0913  # a flag each
 ) -> None:
     """Say which rank will hold what, and what memory a run will need, before any weight is loaded."""
     check_versions()
-    from shardglass.hf.planning import PlanFlags, plan_from_flags
+    from shardglass.hf.planning import PlanFlags, planned_from_flags
+    from shardglass.hf.run_report import write_plan_html
     from shardglass.report.plan_terminal import render_plan
 
-    plan = plan_from_flags(
+    planned = planned_from_flags(
         PlanFlags(
             model=model,
             world_size=world_size,
@@ -213,12 +217,14 @@ def _plan(  # noqa: PLR0913  # a flag each
             trust_remote_code=trust_remote_code,
         )
     )
+    if html is not None:
+        write_plan_html(planned, html)
     if json == "-":
-        typer.echo(plan.to_json())
+        typer.echo(planned.plan.to_json())
         return
     if json is not None:
-        _write(json, plan.to_json())
-    render_plan(plan, Console())
+        _write(json, planned.plan.to_json())
+    render_plan(planned.plan, Console())
 
 
 def _write(path: str, text: str) -> None:

@@ -75,8 +75,34 @@ class PlanFlags:
     trust_remote_code: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan with what it was made from.
+
+    Attributes:
+        plan: The plan.
+        facts: The model.
+        setup: The run.
+        scheme_options: What the layout scheme was told beside.
+    """
+
+    plan: Plan
+    facts: ModelFacts
+    setup: Setup
+    scheme_options: SchemeOptions
+
+
 def plan_from_flags(flags: PlanFlags) -> Plan:
-    """The plan that a command line asks for.
+    """The plan of ``planned_from_flags``.
+
+    Raises:
+        ShardglassError: The model, a flag or the config cannot be planned; says which and why.
+    """
+    return planned_from_flags(flags).plan
+
+
+def planned_from_flags(flags: PlanFlags) -> Planned:
+    """The plan that a command line asks for, and its inputs.
 
     Without a world size, but with a GPU's memory, the smallest number of GPUs that fits is planned.
 
@@ -94,7 +120,9 @@ def plan_from_flags(flags: PlanFlags) -> Plan:
         setup = smallest_fit(facts, setup, setup.memory, stage=given)
     elif flags.world_size is None:
         notes.append("1 rank is planned; --world-size plans for more, --gpu finds out how many are needed")
-    return make_plan(facts, setup, scheme_options=_scheme_options(setup.scheme, config), notes=tuple(notes))
+    options = _scheme_options(setup.scheme, config)
+    plan = make_plan(facts, setup, scheme_options=options, notes=tuple(notes))
+    return Planned(plan=plan, facts=facts, setup=setup, scheme_options=options)
 
 
 def setup_of(flags: PlanFlags, config: DeepSpeedConfig | None) -> tuple[Setup, list[str]]:

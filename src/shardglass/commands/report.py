@@ -1,0 +1,19 @@
+"""``shardglass report``: the interactive page of a run.
+
+Owns its flags. Leaves the page to ``hf.run_report``.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report_command(
+    run_dir: Annotated[Path, typer.Argument(help="The run's --output_dir.")],
+    html: Annotated[Path | None, typer.Option(help="The page. Default: report.html in the run's folder.")] = None,
+) -> None:
+    """Write what a run left in its folder as one interactive page that opens offline: curves, memory, a map by rank."""
+    from shardglass.hf.run_report import write_run_report
+
+    typer.echo(f"report: {write_run_report(run_dir, html)}")
