@@ -142,6 +142,7 @@ def test_where_is_told_rank_by_rank_with_what_a_debugger_shows(run_folder):
     code, text = shown("where", run_folder, DOWN, columns="160")
     assert code == 0
     assert text.splitlines()[0] == DOWN
+    assert text.splitlines()[2] == "buffer model.layers.1/float32/trainable"
     assert "32 × 56 = 1,792 elements, float32, group 0; shardglass, scheme units, step 2" in text
     tree = json.loads(shown("where", run_folder, f"module.{DOWN}", "--json")[1])
     assert (tree["name"], tree["shape"], tree["step"]) == (DOWN, [32, 56], 2)

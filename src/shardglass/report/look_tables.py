@@ -188,7 +188,7 @@ def place_table(rows: Sequence[PlaceRow]) -> Table:
             row.kind,
             f"{row.start:,} to {row.stop - 1:,}",
             f"{row.offset:,}",
-            f"{'shard of' if row.cut else 'buffer'} {row.buffer}",
+            "shard" if row.cut else "buffer",
             row.dtype,
             f"{row.nbytes:,}",
             row.attribute or "",

@@ -115,7 +115,9 @@ def render_where(step: int, found: Sequence[tuple[int, Whereabouts]], console: C
     group = "frozen" if not whole.trainable else "in no group" if whole.group is None else f"group {whole.group}"
     shape = " × ".join(f"{size:,}" for size in whole.shape) or "0-d"
     title = f"{shape} = {numel:,} elements, {whole.dtype}, {group}; {whole.engine}, scheme {whole.scheme}, step {step}"
-    _print([Text(whole.name, "bold"), Text(title), Text(""), place_table(place_rows(found))], console)
+    rows = place_rows(found)
+    buffers = ", ".join(dict.fromkeys(row.buffer for row in rows))
+    _print([Text(whole.name, "bold"), Text(title), Text(f"buffer {buffers}\n"), place_table(rows)], console)
 
 
 def _print(sections: Iterator[RenderableType] | Sequence[RenderableType], console: Console) -> None:
