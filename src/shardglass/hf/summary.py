@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -35,6 +36,9 @@ from shardglass.report.summary import (
     memory_account,
 )
 
+STATE_FILE = "trainer_state.json"
+"""The Trainer's state with its log, as its checkpoints have it; curves are drawn from it."""
+
 
 class SummaryCallback(TrainerCallback):
     """Watches a ZeroTrainer's run; ``summary()`` then puts it in one value."""
@@ -57,9 +61,11 @@ class SummaryCallback(TrainerCallback):
         self._rates.append(tuple(float(group["lr"]) for group in self._trainer.optimizer.param_groups))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the clock and measure this rank's bytes before anything else is allocated."""
+        """Stop the clock, measure this rank's bytes before anything else is allocated, and keep the Trainer's log."""
         self._seconds = time.perf_counter() - self._began
         self._account = self._measure()
+        if state.is_world_process_zero:
+            state.save_to_json(str(Path(str(args.output_dir), STATE_FILE)))
 
     def summary(self) -> RunSummary:
         """The run so far; collective.

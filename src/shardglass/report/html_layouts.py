@@ -70,7 +70,7 @@ class PageLayout:
         scheme: Name of the scheme.
         world_size: Number of ranks.
         refused: Why the scheme takes no such model or world size; None if it does. All columns are empty then.
-        order: Index in the tensor table of each parameter, buffer by buffer; None if that is model order.
+        order: The parameters, buffer by buffer: (index in the tensor table, number) of each run in model order.
         sizes: Parameters of each buffer.
         keys: Name of each buffer; empty if it is its only parameter's.
         shards: Elements of a shard of each buffer.
@@ -83,7 +83,7 @@ class PageLayout:
     scheme: str
     world_size: int
     refused: str | None = None
-    order: tuple[int, ...] | None = None
+    order: tuple[tuple[int, int], ...] = ()
     sizes: tuple[int, ...] = ()
     keys: tuple[str, ...] = ()
     shards: tuple[int, ...] = ()
@@ -162,7 +162,6 @@ def page_layout(layout: Layout, index: Mapping[str, int]) -> PageLayout:
         layout: The layout.
         index: Index in the tensor table, by name.
     """
-    order = tuple(index[name] for name in layout.names)
     gaps: list[int] = []
     chunks: list[int] = []
     for buffer in layout.buffers:
@@ -175,7 +174,7 @@ def page_layout(layout: Layout, index: Mapping[str, int]) -> PageLayout:
     return PageLayout(
         scheme=layout.scheme,
         world_size=layout.world_size,
-        order=None if order == tuple(range(len(order))) else order,
+        order=_runs([index[name] for name in layout.names]),
         sizes=tuple(len(b.params) for b in layout.buffers),
         keys=tuple("" if b.label == b.params[0].name else b.key for b in layout.buffers),
         shards=tuple(b.shard_numel for b in layout.buffers),
@@ -186,3 +185,9 @@ def page_layout(layout: Layout, index: Mapping[str, int]) -> PageLayout:
         chunks=tuple(chunks),
         dims=tuple(-1 if b.dim is None else b.dim for b in layout.buffers),
     )
+
+
+def _runs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(first, how many) of each run of numbers that follow each other."""
+    starts = [i for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
+    return tuple((numbers[i], j - i) for i, j in zip(starts, [*starts[1:], len(numbers)], strict=True))

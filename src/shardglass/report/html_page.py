@@ -9,7 +9,7 @@ import html
 import json
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -194,10 +194,10 @@ def _values(page: Page) -> dict[str, Any]:
 
 
 def _columns(layout: PageLayout) -> dict[str, Any]:
-    """A layout with columns of one value as ``{"all": value}``."""
-    tree: dict[str, Any] = to_tree(layout)
+    """A layout by its fields, with columns of one value as ``{"all": value}``."""
+    tree: dict[str, Any] = {field.name: getattr(layout, field.name) for field in fields(layout)}
     for name, column in tree.items():
-        if isinstance(column, list) and len(column) > 1 and all(item == column[0] for item in column):
+        if isinstance(column, tuple) and len(column) > 1 and all(item == column[0] for item in column):
             tree[name] = {"all": column[0]}
     return tree
 

@@ -69,7 +69,7 @@ const MOST_SLICES = 64;
 SG.Detail = class {
   constructor() {
     this.element = document.getElementById("detail");
-    this.reach = 16;
+    this.reach = 8;
   }
 
   draw() {

@@ -8,6 +8,13 @@ window.SG = SG;
 /** The value of a column at i; a column of one value is {all: value}. */
 SG.at = (column, i) => (Array.isArray(column) ? column[i] : column.all);
 
+/** The numbers of runs of [first, how many]. */
+SG.unrolled = (runs) => {
+  const numbers = [];
+  for (const [first, count] of Array.isArray(runs) ? runs : []) for (let i = 0; i < count; i++) numbers.push(first + i);
+  return numbers;
+};
+
 /** The last index whose value is not above x, in an ascending array. */
 SG.lastBelow = (array, x) => {
   let low = 0, high = array.length;
@@ -33,6 +40,7 @@ SG.Layout = class {
 
   _fill(columns) {
     const numBuffers = columns.sizes.all === undefined ? columns.sizes.length : this._numBuffers(columns);
+    const order = SG.unrolled(columns.order);
     let position = 0;
     for (let b = 0; b < numBuffers; b++) {
       const [numShards, copies, first, stride] = SG.at(columns.holders, b);
@@ -43,7 +51,7 @@ SG.Layout = class {
       };
       let end = 0;
       for (let k = 0; k < size; k++, position++) {
-        const tensor = columns.order === null ? position : SG.at(columns.order, position);
+        const tensor = order[position];
         const chunk = SG.at(columns.chunks, position);
         if (chunk >= 0) (buffer.chunks = buffer.chunks || []).push(chunk);
         const offset = end + SG.at(columns.gaps, position);

@@ -3,6 +3,8 @@
 // Owns the canvas, zoom, hover and the markers of cuts, which have one size whatever the zoom.
 // A unit that is clicked at its name is shown alone, a lane of equal height for each tensor.
 
+const DENSE = 400;  // markers of cuts above which they are drawn smaller
+
 SG.Map = class {
   constructor() {
     this.canvas = document.getElementById("map");
@@ -102,7 +104,7 @@ SG.Map = class {
     c.setTransform(this.scale, 0, 0, this.scale, 0, 0);
     c.clearRect(0, 0, this.width, this.height);
     this.marks = new Map();  // cell of the screen → cuts in it
-    this.names = [];  // drawn last: markers must not hide them
+    this.names = [];
     let lastLine = -1, lastLabel = -100;
     for (const row of this.rows) {
       const y0 = this.yOf(row.top), y1 = this.yOf(row.top + row.height);
@@ -116,8 +118,12 @@ SG.Map = class {
       const middle = Math.max(8, Math.min(this.height - 8, (Math.max(0, y0) + Math.min(this.height, y1)) / 2));
       if (middle - lastLabel >= 12) { this._label(row, middle); lastLabel = middle; }
     }
-    this._markers();
-    for (const name of this.names) this._nameAt(name);
+    // Where cuts are dense, names stand over them in a few rows alone; elsewhere no name may hide a cut.
+    const isDense = this.marks.size > DENSE, rows = [...new Set(this.names.map((name) => name.y))];
+    const named = isDense ? new Set(rows.filter((_, i) => i % 6 === 0)) : null;
+    if (isDense) this._markers(true);
+    for (const name of this.names) if (!named || named.has(name.y)) this._nameAt(name);
+    if (!isDense) this._markers(false);
   }
 
   _label(row, y) {
@@ -239,10 +245,10 @@ SG.Map = class {
     const c = this.context, isNarrow = high - low < 30;
     if (high - low < 9 || height < (isNarrow ? 22 : 11) || worldSize === 1 || buffer.copies === worldSize) return;
     if (SG.state.rank >= 0 && SG.state.rank !== rank) return;
-    c.font = "10px system-ui, sans-serif";
+    c.font = `${isNarrow ? 9 : 10}px system-ui, sans-serif`;
     c.textBaseline = "middle";
     const text = String(rank);
-    if (c.measureText(text).width + 2 > high - low) return;
+    if (c.measureText(text).width > high - low) return;
     c.fillStyle = SG.darkTextOn(rank, worldSize) ? "#111" : "#fff";
     c.textAlign = isNarrow ? "center" : "right";
     c.fillText(text, isNarrow ? (low + high) / 2 : high - 8, y + (isNarrow ? 9 : height / 2));
@@ -305,9 +311,8 @@ SG.Map = class {
   }
 
   /** Every cut as a marker of fixed size; those that would lie on each other are one. */
-  _markers() {
+  _markers(small) {
     const c = this.context, chosen = SG.state.cut;
-    const small = this.marks.size > 400;
     for (const mark of this.marks.values()) {
       const size = small ? 2.6 : 4.2, isChosen = this._isChosen(mark, chosen);
       c.beginPath();
