@@ -5,9 +5,11 @@ over before these are loaded. Leaves what happens then to ``looking``.
 
 [Note: no rank is ended by it] Who has no handler for SIGUSR1 is ended by it. So the launcher blocks it in all of its
 threads before it starts the ranks, which inherit that: a signal that reaches a rank early waits until the rank has its
-handler. The launcher itself takes it in a thread that waits for it and nothing else.
+handler. The launcher itself takes it in a thread that waits for it and nothing else. At its end a process ignores the
+signal: Python takes its handlers away before it is gone.
 """
 
+import atexit
 import os
 import signal
 import threading
@@ -36,6 +38,7 @@ class LookSignal:
         signal.signal(SIGNAL, self._on_signal)
         signal.siginterrupt(SIGNAL, False)  # noqa: FBT003  # the name of the argument is not public
         os.register_at_fork(after_in_child=_ignore)  # a data loader's worker has no snapshot to give
+        atexit.register(_ignore)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
 
     def take(self) -> bool:
@@ -55,6 +58,8 @@ def _ignore() -> None:
 def signal_passed_on(say: Callable[[str], None]) -> Iterator[None]:
     """Send each signal that comes inside on to the ranks; enter before any other thread is started.
 
+    Afterwards the signal is ignored, as the run is over.
+
     Args:
         say: Writes a line, if there is no rank yet.
     """
@@ -65,6 +70,7 @@ def signal_passed_on(say: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         ended.set()
+        _ignore()  # drops one that still waits
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
