@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import data_of
 from qwen_tokenizer import load_qwen_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from shardglass.hf.run_report import write_run_report
 
 ROOT = Path(__file__).resolve().parents[1]
 QWEN = ROOT / "examples" / "qwen"
@@ -113,6 +116,11 @@ def test_the_qwen_command_trains_shows_its_summary_and_saves_a_plain_model(input
     rows = {row["key"]: row for row in json.loads((tmp_path / "out" / "shardglass_config.json").read_text())["values"]}
     assert (rows["scheduler.params.warmup_num_steps"]["value"], rows["optimizer.params.lr"]["value"]) == (1, 1e-5)
     assert (rows["train_batch_size"]["value"], rows["zero_optimization.stage"]["source"]) == (16, "json")
+    page = write_run_report(tmp_path / "out").read_text(encoding="utf-8")
+    told = data_of(page, "page-data")
+    assert (told["run"]["source"], told["run"]["loss"]["steps"]) == ("trainer_state.json", [1, 2, 3, 4])
+    assert told["run"]["accounts"][0]["planned"] == told["run"]["accounts"][0]["measured"]
+    assert told["model"]["plan"]["run"]["world_size"] == 2
 
 
 def test_zero3_and_lora_are_a_clear_not_yet(inputs, tmp_path):

@@ -3,7 +3,9 @@
 import pages
 import pytest
 
+from shardglass.json_form import to_tree
 from shardglass.layout import SCHEMES, boundary_cuts, locate, make_layout, rank_bytes, slices_of
+from shardglass.report.html_layouts import page_layout
 from shardglass.report.html_page import write_page
 from shardglass.report.html_run import read_run, run_page
 
@@ -155,6 +157,26 @@ def test_the_arithmetic_of_the_page_is_pythons(page):
                 assert found["places"][t] == [[place.rank, place.offset] for place in places]
             expected = sorted(_cut(cut, names) for cut in boundary_cuts(layout))
             assert sorted(found["cuts"]) == expected, (scheme.name, world_size)
+
+
+def test_boundaries_of_thousands_of_ranks_are_worked_out_one_by_one(page):
+    params = pages.small_facts().params
+    layout = make_layout("units", params, 5000)
+    names = [p.name for p in params]
+    columns = to_tree(page_layout(layout, {name: i for i, name in enumerate(names)}))
+    found = page.evaluate(
+        "(columns) => { const cuts = new SG.Layout(columns, SG.state.tensors).cuts(() => true);"
+        "  const told = (c) => [c.buffer, c.leftRank, c.rightRank, c.tensor, c.left, c.right, c.firstRight, c.before, c.after];"  # noqa: E501
+        "  const inTensor = cuts.filter((t) => t === 0);"
+        "  return [cuts.owners.length, Array.from({ length: cuts.count }, (_, i) => told(cuts.get(i))),"
+        "    Array.from({ length: inTensor.count }, (_, i) => told(inTensor.get(i)))]; }",
+        columns,
+    )
+    cuts = [_cut(cut, names) for cut in boundary_cuts(layout)]
+    assert found[0] == len(layout.buffers)
+    assert found[1] == cuts
+    assert found[2] == [cut for cut in cuts if cut[3] == 0]
+    assert len(found[2]) > 10
 
 
 def _some(numel):

@@ -25,6 +25,8 @@ SG.lastBelow = (array, x) => {
   return low - 1;
 };
 
+const MANY_SHARDS = 4096;  // shards of a buffer above which its boundaries are worked out only when they are shown
+
 SG.Layout = class {
   /** A layout from its columns and the tensor table; see html_layouts.PageLayout and TensorTable. */
   constructor(columns, tensors) {
@@ -209,7 +211,8 @@ SG.Layout = class {
 
   /**
    * Every cut, without listing them: owners with a number of cuts each, and `get(i)`.
-   * An owner is a boundary of a buffer that is one run, or a tensor of another one. Only buffers that `wanted` takes.
+   * An owner is a boundary of a buffer that is one run (or all of them, if they are very many), or a tensor of another
+   * one. Only buffers that `wanted` takes.
    */
   cuts(wanted) {
     const owners = [], starts = [];
@@ -217,7 +220,9 @@ SG.Layout = class {
     const add = (owner, number) => { owners.push(owner); starts.push(count); count += number; };
     for (const buffer of this.buffers) {
       if (buffer.numShards < 2 || !wanted(buffer)) continue;
-      if (!buffer.chunks) {
+      if (!buffer.chunks && buffer.numShards > MANY_SHARDS) {
+        add({ run: buffer, firstShard: 0, many: true, tensor: buffer.members[0] }, buffer.numShards - 1);
+      } else if (!buffer.chunks) {
         for (let shard = 0; shard < buffer.numShards - 1; shard++) add(this.rowInRun(buffer, shard), 1);
       } else {
         for (const tensor of buffer.members) {
@@ -237,18 +242,25 @@ SG.Cuts = class {
 
   get(i) {
     const at = SG.lastBelow(this.starts, i), owner = this.owners[at];
-    return owner.many ? this.layout.cutOf(owner.tensor, owner.firstShard + i - this.starts[at]) : owner;
+    const shard = owner.firstShard + i - this.starts[at];
+    if (owner.run) return this.layout.rowInRun(owner.run, shard);
+    return owner.many ? this.layout.cutOf(owner.tensor, shard) : owner;
   }
 
   /** Those whose tensors are among some: a function of the index of a tensor. */
   filter(takes) {
     const owners = [], starts = [];
     let count = 0;
+    const add = (owner, number) => { owners.push(owner); starts.push(count); count += number; };
     this.owners.forEach((owner, at) => {
-      if (!((owner.before >= 0 && takes(owner.before)) || (owner.after >= 0 && takes(owner.after)))) return;
-      owners.push(owner);
-      starts.push(count);
-      count += (at + 1 < this.starts.length ? this.starts[at + 1] : this.count) - this.starts[at];
+      if (owner.run) {  // too many to look at one by one: those inside of tensors that are taken
+        for (const tensor of owner.run.members.filter(takes)) {
+          const [first, last] = this.layout.shardsOf(tensor);
+          if (last > first) add({ tensor, firstShard: first, many: true }, last - first);
+        }
+      } else if ((owner.before >= 0 && takes(owner.before)) || (owner.after >= 0 && takes(owner.after))) {
+        add(owner, (at + 1 < this.starts.length ? this.starts[at + 1] : this.count) - this.starts[at]);
+      }
     });
     return new SG.Cuts(this.layout, owners, starts, count);
   }

@@ -314,7 +314,7 @@ SG.Map = class {
   _markers(small) {
     const c = this.context, chosen = SG.state.cut;
     for (const mark of this.marks.values()) {
-      const size = small ? 2.6 : 4.2, isChosen = this._isChosen(mark, chosen);
+      const size = small ? 2.6 : 5, isChosen = this._isChosen(mark, chosen);
       c.beginPath();
       const s = isChosen ? 7 : size;
       c.moveTo(mark.x, mark.y - s);

@@ -53,9 +53,7 @@ function says() {
   const { layout, stage, worldSize } = SG.state, kind = SG.kind(), cuts = SG.cuts();
   if (!SG.isSharded()) return `Stage ${stage} keeps the ${kind.long} whole on each of ${SG.plural(worldSize, "rank")}: nothing is cut.`;
   const padding = layout.buffers.filter((b) => SG.state.kind === "params" || b.trainable).reduce((sum, b) => sum + layout.padding(b), 0);
-  let cut = 0;
-  for (const owner of cuts.owners) if (owner.tensor >= 0) cut += 1;
-  const between = cuts.owners.length - cut;
+  const between = cuts.owners.filter((owner) => !owner.many && owner.tensor < 0).length;
   return `${kind.long[0].toUpperCase()}${kind.long.slice(1)}, cut over ${SG.plural(worldSize, "rank")}: ${SG.plural(cuts.count, "cut")}${between ? `, ${SG.number(between)} of them between two tensors` : ""}; ${SG.plural(padding, "element")} of padding.`;
 }
 
