@@ -180,6 +180,9 @@ def _plan(  # noqa: PLR0913  # a flag each
     reserve: Annotated[
         str | None, typer.Option(help="Memory for what no formula knows, such as 2GB. Default: an assumption, shown.")
     ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Also run a step of the engine on tensors without memory: its peak.")
+    ] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="Plan for ranks on this machine's CPU.")] = False,
     json: Annotated[str | None, typer.Option(help="Write the plan as JSON to a file, or to - alone.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the plan as an interactive page that opens offline.")] = None,
@@ -213,6 +216,7 @@ def _plan(  # noqa: PLR0913  # a flag each
             host_ram=host_ram,
             reserve=reserve,
             on_cpu=cpu,
+            simulates=simulate,
             cache_dir=cache_dir,
             trust_remote_code=trust_remote_code,
         )

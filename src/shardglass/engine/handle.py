@@ -24,7 +24,7 @@ from shardglass.engine.alike import check_alike, check_model, device_of
 from shardglass.engine.buffers import ParamBuffer, make_buffers, torch_dtype
 from shardglass.engine.comm import Comm
 from shardglass.engine.grads import Gradients
-from shardglass.engine.inventory import HeldTensor, inventory
+from shardglass.engine.inventory import HeldTensor, inventory, tensors_by_category
 from shardglass.engine.links import GroupLinks, Links
 from shardglass.engine.optim import OptimizerShards, OwnedRun, check_optimizer
 from shardglass.engine.registry import live_handle
@@ -383,20 +383,13 @@ class Handle:
             "parameters", "master weights" (0 if they are the parameters themselves), "gradients",
             "optimizer <state>" for each state, and "communication".
         """
-        parts = self._parts
         seen: set[int] = set()
-        account = {"parameters": _bytes_of([b.whole for b in parts.buffers], seen)}
-        account["master weights"] = _bytes_of([b.master for b in parts.buffers if b.master is not None], seen)
-        account["gradients"] = _bytes_of(parts.grads.tensors(), seen)
-        by_key: dict[str, list[Tensor]] = {}
-        for state in parts.shards.optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    by_key.setdefault(f"optimizer {key}", []).append(value)
-        for key, tensors in by_key.items():
-            account[key] = _bytes_of(tensors, seen)
-        account["communication"] = _bytes_of(parts.comm.buffer_tensors(), seen)
-        return account
+        return {name: _bytes_of(tensors, seen) for name, tensors in self.tensors_by_category().items()}
+
+    def tensors_by_category(self) -> dict[str, list[Tensor]]:
+        """The tensors that ``memory`` counts; those of two categories may share a storage, which is the first's."""
+        parts = self._parts
+        return tensors_by_category(parts.buffers, parts.grads, parts.shards, parts.comm)
 
     def where(self) -> str:
         """One line: the last collective this rank started and the last it finished."""

@@ -1,6 +1,6 @@
 """What this rank has in memory of each buffer of a layout: the tensors themselves, with their place.
 
-Owns the list of the native engine's tensors. Leaves to ``lens`` what is said about them; it lists other engines'
+Owns the lists of the native engine's tensors. Leaves to ``lens`` what is said about them; it lists other engines'
 tensors in the same form.
 """
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardglass.engine.buffers import ParamBuffer
+from shardglass.engine.comm import Comm
 from shardglass.engine.grads import Gradients
 from shardglass.engine.optim import OptimizerShards
 
@@ -67,6 +68,23 @@ def inventory(
             if isinstance(value, Tensor) and value.numel() == owned.param.numel() and value.dim():
                 path = f"optimizer.state[{places[id(owned.param)]}][{key!r}]"
                 found.append(_held(owned.run.buffer, key, value, path, cut=cuts_state, first=owned.run.start))
+    return found
+
+
+def tensors_by_category(
+    buffers: Sequence[ParamBuffer], grads: Gradients, shards: OptimizerShards, comm: Comm
+) -> dict[str, list[Tensor]]:
+    """Every tensor of the engine, by the categories of ``Handle.memory``."""
+    found = {
+        "parameters": [b.whole for b in buffers],
+        "master weights": [b.master for b in buffers if b.master is not None],
+        "gradients": list(grads.tensors()),
+    }
+    for state in shards.optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                found.setdefault(f"optimizer {key}", []).append(value)
+    found["communication"] = comm.buffer_tensors()
     return found
 
 

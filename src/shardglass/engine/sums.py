@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardglass.options import SUM_CHUNK
 
@@ -51,7 +52,7 @@ def add_into(target: Tensor, source: Tensor, scratch: Scratch) -> None:
     if target.dtype == source.dtype or target.is_cuda:
         target.add_(source)
         return
-    for low in range(0, target.numel(), SUM_CHUNK):
+    for low in _pieces_of(target):
         piece = source[low : low + SUM_CHUNK]
         cast, _ = scratch.pieces(target.dtype, SUM_CHUNK)
         target[low : low + SUM_CHUNK].add_(cast[: piece.numel()].copy_(piece))
@@ -76,7 +77,7 @@ def sum_parts(parts: Sequence[Tensor], into: ShardSum, scratch: Scratch) -> None
             else:
                 out.copy_(part).mul_(into.scale)
         return
-    for low in range(0, out.numel(), SUM_CHUNK):
+    for low in _pieces_of(out):
         target = out[low : low + SUM_CHUNK]
         first, second = (piece[: target.numel()] for piece in scratch.pieces(out.dtype, SUM_CHUNK))
         total = first if into.add else target
@@ -88,6 +89,11 @@ def sum_parts(parts: Sequence[Tensor], into: ShardSum, scratch: Scratch) -> None
             total.mul_(into.scale)
         if into.add:
             target.add_(total)
+
+
+def _pieces_of(x: Tensor) -> range:
+    """Where pieces begin; of a tensor without memory only the first, as the others would take the same memory."""
+    return range(0, SUM_CHUNK if isinstance(x, FakeTensor) else x.numel(), SUM_CHUNK)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from shardglass.config.readers import dtype as read_dtype
 from shardglass.errors import ConfigError, suggestion
 from shardglass.hf.machine import free_host_bytes
 from shardglass.hf.meta import FoundConfig, facts_of, find_config
+from shardglass.hf.simulation import simulate
 from shardglass.layout import Layout, SchemeOptions, find_scheme, units_layout
 from shardglass.options import STAGES, EngineOptions
 from shardglass.plan.activations import Attention
@@ -50,6 +51,7 @@ class PlanFlags:
         host_ram: RAM of a machine that is free; None is this machine's.
         reserve: Memory kept for what no formula knows.
         on_cpu: Plan for ranks on this machine's CPU.
+        simulates: Also take a step without memory and say what it had.
         cache_dir: Where downloads are kept.
         trust_remote_code: Run code that comes with the model.
     """
@@ -71,6 +73,7 @@ class PlanFlags:
     host_ram: str | None = None
     reserve: str | None = None
     on_cpu: bool = False
+    simulates: bool = False
     cache_dir: str | None = None
     trust_remote_code: bool = False
 
@@ -122,6 +125,8 @@ def planned_from_flags(flags: PlanFlags) -> Planned:
         notes.append("1 rank is planned; --world-size plans for more, --gpu finds out how many are needed")
     options = _scheme_options(setup.scheme, config)
     plan = make_plan(facts, setup, scheme_options=options, notes=tuple(notes))
+    if flags.simulates:
+        plan = replace(plan, simulation=simulate(found, setup, rank=plan.stage.rank))
     return Planned(plan=plan, facts=facts, setup=setup, scheme_options=options)
 
 

@@ -7,12 +7,14 @@ that no tensor of Python has (a backend's own buffers) is not seen, on no engine
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+Peak = TypeVar("Peak", bound="LivePeak")
 
 
 class LivePeak(TorchDispatchMode):
@@ -24,7 +26,7 @@ class LivePeak(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # bytes of each live storage, by its address
         self._resize = torch.UntypedStorage.resize_
 
-    def __enter__(self) -> "LivePeak":
+    def __enter__(self: Peak) -> Peak:
         """Count what is alive already, then watch."""
         gc.collect()
         for found in gc.get_objects():
@@ -46,13 +48,14 @@ class LivePeak(TorchDispatchMode):
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             out = original(storage, size)
             if storage._cdata in sizes:
-                self._add(storage.nbytes() - sizes[storage._cdata])
+                self._add(storage._cdata, storage.nbytes() - sizes[storage._cdata])
                 sizes[storage._cdata] = storage.nbytes()
             return out
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
 
-    def _add(self, size: int) -> None:
+    def _add(self, key: int, size: int) -> None:
+        """A storage has come, grown, shrunk or, with all its bytes, gone."""
         self.now += size
         self.peak = max(self.peak, self.now)
 
@@ -74,11 +77,11 @@ class LivePeak(TorchDispatchMode):
         if inner.device.type == "meta" or key in self._sizes:
             return
         self._sizes[key] = storage.nbytes()
-        self._add(storage.nbytes())
+        self._add(key, storage.nbytes())
         weakref.finalize(storage, self._forgetter(key))
 
     def _forgetter(self, key: int) -> Callable[[], None]:
         def forget() -> None:
-            self.now -= self._sizes.pop(key)
+            self._add(key, -self._sizes.pop(key))
 
         return forget

@@ -17,6 +17,7 @@ from shardglass.plan.kinds import unknown_state
 from shardglass.plan.model import ModelFacts
 from shardglass.plan.partition import Partition, partition_of
 from shardglass.plan.setup import Setup
+from shardglass.plan.simulation import Simulation
 from shardglass.plan.stages import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -102,6 +103,7 @@ class Plan:
         fit: What fits; None if the memory is not known.
         notes: What a reader must know of this plan.
         assumptions: What no formula or measurement stands behind.
+        simulation: What a simulated step had; None if none was asked for.
     """
 
     version: int
@@ -115,6 +117,7 @@ class Plan:
     fit: Fit | None
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
+    simulation: Simulation | None = None
 
     @property
     def stage(self) -> StagePlan:

@@ -12,6 +12,7 @@ from rich.text import Text
 from shardglass.plan.fit import Fit, count_of, gib
 from shardglass.plan.partition import CutLine, Partition, PartRow
 from shardglass.plan.plan import Plan
+from shardglass.plan.simulation import Simulation
 from shardglass.plan.stages import MOMENTS, StagePlan
 from shardglass.report.cuts import stem_of, with_numbers
 
@@ -120,6 +121,24 @@ def memory_table(plan: Plan) -> RenderableType:
     legend = "* the highest moment   ◄ the largest term at it"
     if not plan.stage.activations_known:
         legend += "   activations and logits are NOT in these sums"
+    return Group(table, Text(legend, "dim"))
+
+
+def simulation_table(simulation: Simulation) -> RenderableType:
+    """A column for each moment of the simulated step: what was alive at its highest point."""
+    moments = simulation.moments
+    table = _table("", *(f"in {moment.moment}" for moment in moments), left=1)
+    names = dict.fromkeys(c.name for moment in moments for c in moment.categories if _is_shown(c.bytes))
+    for name in names:
+        cells = [sum(c.bytes for c in moment.categories if c.name == name) for moment in moments]
+        shown = f"made in {name}" if name in {moment.moment for moment in moments} else name
+        table.add_row(shown, *(_gib(size) + "  " if size else "-  " for size in cells))
+    marks = [" *" if moment is simulation.highest else "  " for moment in moments]
+    table.add_row("live", *(_gib(m.bytes) + mark for m, mark in zip(moments, marks, strict=True)), style="bold")
+    legend = (
+        f"* the highest, in {simulation.highest.module or 'no module'}   kernels of {simulation.kernels}, collectives "
+        f"of {simulation.backend}; without the reserve"
+    )
     return Group(table, Text(legend, "dim"))
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from shardglass.plan.check import FitCheck
 from shardglass.plan.fit import FitOption, count_of, gib
 from shardglass.plan.plan import Plan
-from shardglass.report.plan_tables import MOMENT_NAMES, fit_table, memory_table, partition_tables
+from shardglass.report.plan_tables import MOMENT_NAMES, fit_table, memory_table, partition_tables, simulation_table
 
 MIN_WIDTH, MAX_WIDTH = 100, 132
 
@@ -62,6 +62,9 @@ def _sections(plan: Plan) -> Iterator[RenderableType]:
     yield from partition_tables(plan.partition)
     yield _heading(f"Memory of the heaviest rank in GiB, shardglass's engine with {plan.run.optimizer}")
     yield memory_table(plan)
+    if plan.simulation is not None:
+        yield _heading(f"A simulated step on rank {plan.simulation.rank} in GiB")
+        yield simulation_table(plan.simulation)
     yield Text("")
     yield from _machine(plan)
     if fit is not None:
