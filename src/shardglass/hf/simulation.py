@@ -93,7 +93,9 @@ def _model(found: FoundConfig, setup: Setup) -> Any:
     model = AutoModelForCausalLM.from_config(found.config, attn_implementation=attention, dtype=dtype)
     model.config.use_cache = False
     if setup.recomputes:
-        model.gradient_checkpointing_enable()
+        # Releases of transformers before 6 know the second name.
+        recompute = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        recompute()
     return model.train()
 
 
