@@ -205,7 +205,8 @@ torch.distributed.destroy_process_group()
 """What training does with a debugger, in a loop of its own that needs no transformers."""
 
 
-@pytest.mark.parametrize("script", [LOOP, pytest.param(TRAINING, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("script", [LOOP, TRAINING])
 def test_the_entry_starts_the_run_and_stops_the_ranks_that_were_chosen(inputs, tmp_path, script):
     port, output = free_port(), tmp_path / "out"
     (tmp_path / "finetune.py").write_text(script)

@@ -145,7 +145,7 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_rank_that_is_killed_while_saving_ends_the_run_and_leaves_the_previous_checkpoint(tmp_path, victim):
     script = tmp_path / "script.py"
     runs = tmp_path / "runs"

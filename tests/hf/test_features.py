@@ -105,8 +105,15 @@ def test_torch_compile_compiles_each_block_and_leaves_the_losses_alone(stage):
         assert b["compiled"] == 0
 
 
-@pytest.mark.parametrize("model", ["hungry forward", "hungry backward"])
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    ("stage", "model"),
+    [
+        (2, "hungry backward"),
+        pytest.param(2, "hungry forward", marks=pytest.mark.soak),
+        pytest.param(0, "hungry forward", marks=pytest.mark.soak),
+        pytest.param(0, "hungry backward", marks=pytest.mark.soak),
+    ],
+)
 def test_auto_find_batch_size_halves_the_batch_when_every_rank_runs_out(stage, model):
     given = {"zero_stage": stage, "auto_find_batch_size": True, "per_device_train_batch_size": 16, "max_steps": 3}
     found = run_ranks(2, run, "zero", model, given)

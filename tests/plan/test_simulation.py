@@ -108,6 +108,7 @@ def test_a_peak_has_the_block_it_happened_in():
     assert {c.name for c in backward.categories} >= {"forward", "backward", "parameters", "gradients"}
 
 
+@pytest.mark.soak
 def test_the_command_shows_it():
     done = CliRunner().invoke(cli.app, ["plan", "smollm2-135m", "--world-size", "2", "--seq-len", "64", "--simulate"])
     assert done.exit_code == 0
