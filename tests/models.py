@@ -41,6 +41,23 @@ def tiny_causal_lm(
     return model_class(config)
 
 
+def save_tiny_qwen(folder, *, vocabulary: int) -> None:
+    """Save a Qwen2 of 2 blocks, hidden 16, as a plain checkpoint."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
 class Perceptron(nn.Module):
     """7 → 13 → 7, ``depth`` times, with a block list the engine finds, and a scalar parameter."""
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from dap import DapClient
+from models import save_tiny_qwen
 from qwen_tokenizer import CHAT_TEMPLATE
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import Qwen2Tokenizer
 from typer.testing import CliRunner
 
 import shardglass
@@ -44,17 +45,7 @@ def inputs(tmp_path_factory):
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], extra_special_tokens=SPECIAL[1:])
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=272,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    save_tiny_qwen(folder / "model", vocabulary=272)
     talk = [{"from": "user", "value": "What is it?"}, {"from": "assistant", "value": "It is it."}]
     (folder / "data.json").write_text(json.dumps([{"id": str(k), "conversations": talk} for k in range(16)]))
     return folder

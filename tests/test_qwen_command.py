@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import save_tiny_qwen
 from pages import data_of
 from qwen_tokenizer import load_qwen_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardglass.hf.run_report import write_run_report
 
@@ -25,17 +26,7 @@ def inputs(tmp_path_factory):
     """A model folder and a data file."""
     folder = tmp_path_factory.mktemp("qwen")
     load_qwen_tokenizer(folder / "model")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    save_tiny_qwen(folder / "model", vocabulary=151936)
     records = [
         {
             "id": f"identity_{k}",

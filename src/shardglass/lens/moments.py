@@ -3,8 +3,8 @@
 Owns the account by moment and category. Leaves counting live bytes to ``live``; it sees what ``live`` sees, in a real
 run and under fake tensors alike.
 
-torch's own ``MemTracker`` answers the same question, but goes through all modules at every operator: minutes for a
-model of 7e9 parameters, where this takes seconds.
+torch's own ``MemTracker`` answers the same question, but goes through all modules at every operator, which is slow for
+models of many modules.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
