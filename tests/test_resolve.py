@@ -316,7 +316,10 @@ def test_table_of_configs_and_arguments(source, args, read, expected):
 
 def test_a_stage_flag_fills_a_missing_stage_and_contradicts_another():
     assert run({"zero_optimization": {}}, stage=1).stage == 1
-    assert "zero_optimization.stage  2     --zero_stage  1" in fault({"zero_optimization": {"stage": 2}}, stage=1)
+    lines = fault({"zero_optimization": {"stage": 2}}, stage=1).splitlines()
+    assert lines[0].endswith("in 1 value; drop the flag:")
+    assert "zero_optimization.stage  2     --zero_stage  1" in lines[2]
+    assert lines[3].endswith('drop the flag, or take the key out of the JSON (it cannot be "auto")')
 
 
 def test_all_contradictions_come_as_one_table():

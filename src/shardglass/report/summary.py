@@ -252,7 +252,7 @@ def _progress_deviations(progress: Progress) -> list[str]:
     first, last = progress.first_loss, progress.last_loss
     if last is not None and not math.isfinite(last):
         found.append(f"the last training loss is {last}")
-    elif first is not None and last is not None and last > first:
+    elif first is not None and last is not None and round(last, 4) > round(first, 4):
         found.append(f"the training loss rose from {first:.4f} to {last:.4f}")
     if progress.held_out is not None and not progress.held_out[1] <= progress.held_out[0]:
         found.append(f"the held-out loss went from {progress.held_out[0]:.4f} to {progress.held_out[1]:.4f}")

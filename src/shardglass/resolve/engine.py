@@ -16,7 +16,8 @@ def fill_stage(config: DeepSpeedConfig | None, filler: Filler, stage: int | None
     key = "zero_optimization.stage"
     json_value = config.zero_optimization.stage if config and config.zero_optimization else None
     if json_value is not None and stage is not None and stage != json_value:
-        filler.contradict(key, json_value, filler.named("zero_stage"), stage)
+        remedy = f'{filler.words.drop}, or take the key out of the JSON (it cannot be "auto")'
+        filler.contradict(key, json_value, filler.named("zero_stage"), stage, remedy)
     missing = 0 if config else EngineOptions().stage
     number = next(value for value in (json_value, stage, missing) if value is not None)
     if json_value is not None:
