@@ -6,7 +6,8 @@ import torch
 from oracle import Groups, Optimizers, Oracle, adamw, one_group
 from torch import Tensor, nn
 
-from shardglass.engine.handle import Handle, shard
+from shardglass.engine.handle import Handle
+from shardglass.engine.shard import shard
 from shardglass.lens.compare import compare_tensors
 from shardglass.options import EngineOptions
 

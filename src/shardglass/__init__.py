@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardglass.checkpoint.load import load_checkpoint
     from shardglass.checkpoint.save import save_checkpoint
-    from shardglass.engine.handle import Handle, shard
+    from shardglass.engine.handle import Handle
+    from shardglass.engine.shard import shard
     from shardglass.errors import (
         CheckpointError,
         CollectiveError,
@@ -67,7 +68,7 @@ _HOMES = {
     "load_checkpoint": "shardglass.checkpoint.load",
     "look": "shardglass.lens.look",
     "save_checkpoint": "shardglass.checkpoint.save",
-    "shard": "shardglass.engine.handle",
+    "shard": "shardglass.engine.shard",
     "state_of": "shardglass.lens.look",
     "where": "shardglass.lens.look",
 }

@@ -3,6 +3,7 @@
 Owns the stage table and the frozen options. Leaves to ``resolve`` how they are filled from a DeepSpeed JSON and flags.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardglass.errors import ConfigError
@@ -57,7 +58,7 @@ STAGES = {
     3: Stage(number=3, shards_state=True, shards_grads=True, shards_params=True),
 }
 
-RUNNABLE_STAGES = (0, 1, 2)
+RUNNABLE_STAGES = (0, 1, 2, 3)
 """Stages the engine can run; planning knows all of ``STAGES``."""
 
 
@@ -66,7 +67,7 @@ class EngineOptions:
     """The options of one engine, given once.
 
     Attributes:
-        stage: 0, 1 or 2 (3 is planned for but does not run yet).
+        stage: 0, 1, 2 or 3.
         param_dtype: dtype the model computes in: "float32", "bfloat16", or None to keep each parameter's own.
         reduce_dtype: dtype gradients travel in; None means the parameter's.
         accum_dtype: dtype gradients are accumulated in over micro-batches; "float32" unless asked otherwise.
@@ -74,6 +75,9 @@ class EngineOptions:
         max_skipped_steps: Skipped steps in a row after which the run stops with NonFiniteError.
         collective_timeout_s: Seconds after which a collective that did not end is an error on every rank.
         allow_any_optimizer: Take an optimizer class that is not known to be element-wise.
+        prefetch_units: Units gathered ahead of their use at stage 3.
+        max_live_numel: Elements of whole parameters at stage 3 beyond which nothing is gathered ahead; None sets no
+            limit.
     """
 
     stage: int = 2
@@ -84,6 +88,8 @@ class EngineOptions:
     max_skipped_steps: int = 20
     collective_timeout_s: float = 1800.0
     allow_any_optimizer: bool = False
+    prefetch_units: int = 1
+    max_live_numel: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value.
@@ -102,12 +108,18 @@ class EngineOptions:
                 faults.append(f"{key} is {value!r}; it must be one of {', '.join(FLOAT_DTYPES)}")
             if value == "float16":
                 faults.append(f"{key} float16 needs loss scaling, which is not supported yet; use bfloat16 or float32")
-        if self.max_skipped_steps < 1:
-            faults.append(f"max_skipped_steps is {self.max_skipped_steps}; it must be at least 1")
-        if self.collective_timeout_s <= 0:
-            faults.append(f"collective_timeout_s is {self.collective_timeout_s}; it must be positive")
+        faults += self._numbers_out_of_range()
         if faults:
             raise ConfigError("engine options: " + "; ".join(faults))
+
+    def _numbers_out_of_range(self) -> Iterator[str]:
+        least = {"max_skipped_steps": 1, "prefetch_units": 0, "max_live_numel": 0}
+        for key, low in least.items():
+            value = getattr(self, key)
+            if value is not None and value < low:
+                yield f"{key} is {value}; it must be at least {low}"
+        if self.collective_timeout_s <= 0:
+            yield f"collective_timeout_s is {self.collective_timeout_s}; it must be positive"
 
     @property
     def rules(self) -> Stage:

@@ -163,7 +163,7 @@ def scheduled_before(rank, world_size):
     model = Perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    from shardglass.engine.handle import shard
+    from shardglass.engine.shard import shard
 
     handle = shard(model, optimizer)
     squared(rank)(model).backward()

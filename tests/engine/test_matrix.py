@@ -17,7 +17,7 @@ from models import tiny_causal_lm, tokens
 from oracle import Oracle
 from ranks import run_alone, run_ranks
 
-from shardglass.engine.handle import shard
+from shardglass.engine.shard import shard
 from shardglass.lens.compare import compare_tensors
 from shardglass.options import EngineOptions
 

@@ -10,7 +10,7 @@ from ranks import run_alone, run_ranks
 from sharded import assert_equal, make, squared, states
 from tolerances import FUSED_TAIL, ORDER_FP32
 
-from shardglass.engine.handle import shard
+from shardglass.engine.shard import shard
 from shardglass.errors import CollectiveError, ConfigError, ModelError, OptimizerError, UsageError
 from shardglass.options import EngineOptions
 

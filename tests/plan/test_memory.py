@@ -11,7 +11,7 @@ import torch
 from models import Perceptron, points, tiny_causal_lm, tokens
 from ranks import run_ranks
 
-from shardglass.engine.handle import shard
+from shardglass.engine.shard import shard
 from shardglass.errors import InvariantError
 from shardglass.layout import ParamSpec, units_layout
 from shardglass.options import SUM_CHUNK, EngineOptions

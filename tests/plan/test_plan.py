@@ -11,7 +11,7 @@ from models import tokens
 from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardglass.engine.handle import shard
+from shardglass.engine.shard import shard
 from shardglass.errors import UsageError
 from shardglass.hf.meta import FoundConfig, facts_of, find_config, group_parameters
 from shardglass.hf.planning import PlanFlags, plan_from_flags

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardglass.engine.comm import Comm
+from shardglass.engine.freed import FreedParameter, UseOfFreed, freed_class
 from shardglass.layout import Buffer, Layout
 from shardglass.layout.line import held_line
 from shardglass.options import Stage
@@ -31,11 +32,13 @@ class ParamBuffer:
 
     The model's parameters are views of ``whole``. ``master`` is what the optimizer updates: the same memory if the
     model's dtype is precise enough, else a copy in fp32 made from the numbers the parameters had before they were
-    cast.
+    cast. At a stage that shards parameters ``whole`` has memory only from ``make_room`` to ``drop``, and is filled
+    from the ranks' master weights, or from ``kept`` if it is frozen.
     """
 
     whole: Tensor  # [numel] in the model's dtype
     master: Tensor | None  # [shard_numel], or [numel] at stage 0, fp32; None for a frozen buffer
+    kept: Tensor | None = None  # [shard_numel] in the model's dtype: a frozen buffer's shard where ``whole`` is dropped
 
     def __init__(
         self, layout: Buffer, index: int, params: Mapping[str, nn.Parameter], comm: Comm, stage: Stage
@@ -54,6 +57,7 @@ class ParamBuffer:
         device = self.params[0].device
         dtype = torch_dtype(layout.dtype)
         self.state_range = owned_range(layout, comm.rank, stage)
+        self.keeps_whole = not stage.shards_params
         source = dtype
         for p in self.params:
             source = torch.promote_types(source, p.dtype) if p.is_floating_point() else dtype
@@ -65,19 +69,79 @@ class ParamBuffer:
         for p, view in zip(self.params, self.views(self.whole), strict=True):
             p.data = view
         self.master = self._make_master(staging) if layout.trainable else None
+        self._freed: list[type] = []  # the class of each parameter without values, see ``freed``
+        if not self.keeps_whole and not layout.trainable:
+            self.kept = self.own_part().clone()
 
     def _make_master(self, staging: Tensor) -> Tensor:
         """The master weights of this rank, from the numbers before the cast."""
         low, high = self.state_range
         wanted = master_dtype(self.whole.dtype)
-        if self.whole.dtype == wanted:
+        if self.whole.dtype == wanted and self.keeps_whole:
             return self.whole[low:high]
         return staging[low:high].to(wanted, copy=True)
 
     @property
     def shares_memory(self) -> bool:
         """Whether the master weights are the parameters themselves."""
-        return self.master is not None and self.master.dtype == self.whole.dtype
+        return self.keeps_whole and self.master is not None and self.master.dtype == self.whole.dtype
+
+    # ---- where parameters are sharded ----
+
+    @property
+    def storage_key(self) -> int:
+        """Identifies the memory of ``whole``, with and without content."""
+        key: int = self.whole.untyped_storage()._cdata
+        return key
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether ``whole`` has memory."""
+        return self.whole.untyped_storage().nbytes() > 0 or not self.layout.numel
+
+    def guard(self, on_use: UseOfFreed) -> None:
+        """Drop the parameters' memory; what wants their values before they are gathered asks ``on_use``."""
+        self._freed = [freed_class(type(p), on_use) for p in self.params]
+        self.drop()
+
+    def make_room(self) -> None:
+        """Give ``whole`` memory and put this rank's part in it; the rest is to be gathered."""
+        storage = self.whole.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.layout.numel * self.whole.element_size())
+        source = self.master if self.master is not None else self.kept
+        if source is not None:
+            self.own_part().copy_(source)
+
+    def show_whole(self) -> None:
+        """The values are here: parameters can be used."""
+        for p in self.params:
+            if isinstance(p, FreedParameter):
+                p.__class__ = type(p)._class_when_whole
+
+    def drop(self) -> None:
+        """Free the memory of the whole parameters."""
+        for p, cls in zip(self.params, self._freed, strict=True):
+            p.__class__ = cls
+        self.whole.untyped_storage().resize_(0)
+
+    def take_over(self, k: int, comm: Comm, source: int) -> None:
+        """Take one rank's values of the k-th parameter for all; it is whole, collective.
+
+        Elements that did not change keep the low bits of their master weights.
+        """
+        low, high = self.state_range
+        offset, numel = self.layout.offsets[k], self.layout.params[k].numel
+        run = self.whole[offset : offset + numel]
+        comm.broadcast(f"the changed {self.layout.params[k].name}", run, source)
+        start, stop = max(low, offset), min(high, offset + numel)
+        target = self.master if self.master is not None else self.kept
+        if start >= stop or target is None or self.shares_memory:
+            return
+        new, old = self.whole[start:stop], target[start - low : stop - low]
+        old.copy_(torch.where(old.to(new.dtype) == new, old, new.to(old.dtype)))
+
+    # ---- parts ----
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of a whole buffer, in its shape."""
@@ -127,9 +191,10 @@ class ParamBuffer:
         return f"{layout.key} · rank {self.rank} of {layout.holders.num_shards} · {held}{master}"
 
     def detach(self) -> None:
-        """Give every parameter memory of its own again."""
+        """Give every parameter memory of its own again; the parameters are whole."""
         for p in self.params:
             p.data = p.data.clone()
+        self.params, self._freed = [], []
 
 
 def owned_range(layout: Buffer, rank: int, stage: Stage) -> tuple[int, int]:

@@ -105,6 +105,8 @@ class Gradients:
         self.step = 0
         self.micro_batch = 0  # rounds since the last step
         self.observations: list[Observation] = []
+        self.note = 0  # a number of the caller's that ranks exchange at the end of a round
+        self.notes: list[int] = []  # of every rank, of the last round
         self._on_total: Callable[[Bucket], None] = _nothing
 
     def _bucket(self, buffer: ParamBuffer) -> Bucket:
@@ -267,11 +269,12 @@ class Gradients:
         while self._next < len(self.buckets):
             self._launch(self.buckets[self._next])
             self._next += 1
-        row = [self.step, self.micro_batch] + [int(b.late) for b in self.buckets]
+        row = [self.step, self.micro_batch, self.note] + [int(b.late) for b in self.buckets]
         rows = self._comm.exchange_numbers("late gradients", row)
         self._check_together([r[:2] for r in rows])
+        self.notes = [r[2] for r in rows]
         for b, bucket in enumerate(self.buckets):
-            if any(r[2 + b] for r in rows):
+            if any(r[3 + b] for r in rows):
                 self._wait_for(bucket)
                 self._launch(bucket)
         while self._flying:

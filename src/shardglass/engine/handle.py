@@ -1,18 +1,10 @@
-"""What a user holds: ``shard()`` and the Handle it returns.
+"""What a user holds of a sharded model: the Handle that ``shard()`` returns.
 
-Owns the public face of the engine. A plain loop stays as it was:
-
-    handle = shard(model, optimizer, stage=2)
-    loss = model(**batch).loss
-    loss.backward()
-    handle.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+Owns the public face of the engine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,112 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardglass.engine import registry
-from shardglass.engine.alike import check_alike, check_model, device_of
-from shardglass.engine.buffers import ParamBuffer, make_buffers, torch_dtype
-from shardglass.engine.comm import Comm
-from shardglass.engine.grads import Gradients
+from shardglass.engine.buffers import ParamBuffer
 from shardglass.engine.inventory import HeldTensor, inventory, tensors_by_category
-from shardglass.engine.links import GroupLinks, Links
-from shardglass.engine.optim import OptimizerShards, OwnedRun, check_optimizer
-from shardglass.engine.registry import live_handle
+from shardglass.engine.optim import OwnedRun
+from shardglass.engine.parts import Parts
 from shardglass.engine.runtime import Runtime
 from shardglass.engine.state import Piece, StateKind, TrainingState
-from shardglass.engine.units import build_units, param_specs
+from shardglass.engine.units import parameters_named
 from shardglass.errors import UsageError
-from shardglass.layout import Layout, params_in_partition, params_not_in_partition, units_layout
+from shardglass.layout import Layout, params_in_partition, params_not_in_partition
 from shardglass.layout.line import rank_line
 from shardglass.options import EngineOptions
-
-
-def shard(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    stage: int | None = None,
-    options: EngineOptions | None = None,
-    units: Sequence[str | nn.Module] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> "Handle":
-    """Shard a model's training state over the ranks, in place; collective.
-
-    Afterwards the model's parameters are views of flat buffers with rank 0's values, and the optimizer's
-    param_groups hold this rank's flat slices of the master weights. Forward, backward, ``optimizer.step()``,
-    schedulers and both ``zero_grad()`` work as before. The gradient is the mean over ranks.
-
-    Args:
-        model: Any module whose parameters are on one device.
-        optimizer: An element-wise torch.optim optimizer over the model's trainable parameters; state it has is kept.
-        stage: ZeRO stage; overrides ``options.stage``.
-        options: Everything else; see EngineOptions.
-        units: Modules, or their dotted names, that are reduced and gathered as one; default: each block of the model's
-            repeated list.
-        process_group: Ranks to shard over; default: all.
-
-    Returns:
-        The handle.
-
-    Raises:
-        ConfigError: An option cannot be used.
-        UsageError: torch.distributed is not initialised.
-        ModelError: The model cannot be cut in units, or has parameters on several devices.
-        OptimizerError: The optimizer cannot be sharded or does not fit the model.
-        CollectiveError: Ranks have different models or options; names the first difference.
-    """
-    options = options if options is not None else EngineOptions()
-    options = options if stage is None else replace(options, stage=stage)
-    check_optimizer(optimizer, options)
-    check_model(model, options)
-    other = live_handle(model)
-    if other is not None:
-        raise UsageError(f"this model is sharded already ({other!r}): call handle.close() first")
-    links = GroupLinks(device_of(model), options.collective_timeout_s, process_group)
-    return shard_over(links, model, optimizer, options=options, units=units)
-
-
-def shard_over(
-    links: Links,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    options: EngineOptions,
-    units: Sequence[str | nn.Module] | None = None,
-) -> "Handle":
-    """What ``shard`` does once it is known over which ranks; ``links`` carries everything between them."""
-    comm = Comm(device_of(model), options.collective_timeout_s, links)
-    cut = build_units(model, units)
-    dtype = torch_dtype(options.param_dtype) if options.param_dtype is not None else None
-    specs = param_specs(cut, optimizer, dtype)
-    layout = units_layout(specs, comm.world_size)
-    check_alike(comm, layout, options, optimizer)
-    params = {name: p for unit in cut for name, p in unit.params.items()}
-    buffers = make_buffers(layout, params, comm, options.rules)
-    for name, tensor in model.named_buffers():
-        comm.broadcast(f"the module buffer {name}", tensor)
-    grads = Gradients(buffers, comm, options)
-    shards = OptimizerShards(optimizer, layout, buffers, comm, options)
-    runtime = Runtime(model, cut, buffers, grads, shards, comm)
-    state = TrainingState(layout, buffers, grads, shards, comm, options)
-    parts = _Parts(comm, buffers, grads, shards, runtime, state)
-    handle = Handle(model=model, options=options, layout=layout, parts=parts)
-    runtime.owner = handle
-    registry.note(model, handle)
-    return handle
-
-
-class _Parts:
-    """The engine's objects behind a handle."""
-
-    def __init__(
-        self,
-        comm: Comm,
-        buffers: list[ParamBuffer],
-        grads: Gradients,
-        shards: OptimizerShards,
-        runtime: Runtime,
-        state: TrainingState,
-    ) -> None:
-        self.comm, self.buffers, self.grads, self.shards, self.runtime = comm, buffers, grads, shards, runtime
-        self.state = state
 
 
 class Handle:
@@ -136,9 +33,12 @@ class Handle:
         options: The options it was made with.
     """
 
-    def __init__(self, *, model: nn.Module, options: EngineOptions, layout: Layout, parts: _Parts) -> None:
+    def __init__(
+        self, *, model: nn.Module, options: EngineOptions, layout: Layout, parts: Parts, runtime: Runtime
+    ) -> None:
         self.layout, self.options = layout, options
-        self._model, self._parts = model, parts
+        self._model, self._parts, self._runtime = model, parts, runtime
+        self._state = TrainingState(layout, parts.buffers, parts.grads, parts.shards, parts.comm, options)
         self._closed = False
 
     @property
@@ -190,7 +90,7 @@ class Handle:
         self._check_open()
         if not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_({max_norm}): the norm must be 0 or above")
-        self._parts.runtime.prepare_step()
+        self._runtime.prepare_step()
         norm = self._parts.shards.clip(self._parts.grads, float(max_norm))
         return torch.tensor(norm, dtype=torch.float32, device=self._parts.comm.device)
 
@@ -211,7 +111,7 @@ class Handle:
 
     def zero_grad(self) -> None:
         """Forget every gradient since the last step, as ``optimizer.zero_grad()`` and ``model.zero_grad()`` do."""
-        self._parts.runtime.clear()
+        self._runtime.clear()
 
     def compile_units(self, **options: Any) -> int:
         """Compile the forward of every block with ``torch.compile``, so that reductions still overlap backward.
@@ -226,7 +126,7 @@ class Handle:
             The number of blocks; 0 if the model has none.
         """
         self._check_open()
-        return self._parts.runtime.compile_units(**options)
+        return self._runtime.compile_units(**options)
 
     def abandon_step(self) -> None:
         """Forget the gradients of a step that failed on every rank, out of memory for instance; collective.
@@ -235,20 +135,60 @@ class Handle:
         """
         self._check_open()
         self._parts.grads.abandon()
-        self._parts.runtime.clear()
+        self._runtime.clear()
 
     def wait(self) -> None:
         """Make sure raw reads of parameters see the last step; forwards and ``state_dict()`` do this by themselves."""
-        self._parts.runtime.wait_params()
+        self._parts.gathers.settle()
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The model's state dict as copies on the CPU, each with memory of its own but for tied names, which share one.
+    @contextmanager
+    def gathered(
+        self, what: nn.Module | str | Sequence[str] | None = None, *, modifier_rank: int | None = None
+    ) -> Iterator[None]:
+        """Whole parameters to read, or to change on one rank; collective.
 
-        Returns:
-            Every name of ``model.state_dict()``, in the model's dtype and the original shapes.
+        Args:
+            what: A module of the model, or names of parameters or modules; None is the whole model.
+            modifier_rank: The rank whose changes inside are taken over by all; None to read alone, and what is
+                written then is lost.
+
+        Raises:
+            UsageError: No parameter or module has this name, or there is no such rank.
         """
         self._check_open()
+        places = [self.layout.find(name) for name in parameters_named(self._model, what)]
+        if modifier_rank is not None and not 0 <= modifier_rank < self.world_size:
+            raise UsageError(f"gathered(modifier_rank={modifier_rank}): the ranks are 0 to {self.world_size - 1}")
+        units = list(dict.fromkeys(self.layout.buffers[b].unit for b, _ in places))
+        self._runtime.end_backward()
+        self._parts.gathers.pin(units)
+        try:
+            yield
+            if modifier_rank is not None:
+                self._parts.gathers.take_over(places, modifier_rank)
+        finally:
+            self._parts.gathers.unpin(units)
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """The model's state dict as copies on the CPU, each with memory of its own but for tied names, which share one.
+
+        Collective at stage 3, where one unit at a time is whole.
+
+        Args:
+            rank0_only: Keep nothing on the other ranks.
+
+        Returns:
+            Every name of ``model.state_dict()``, in the model's dtype and the original shapes; on other ranks than 0
+            nothing with ``rank0_only``.
+        """
+        self._check_open()
+        keeps = self.rank == 0 or not rank0_only
         copies: dict[int, Tensor] = {}
+        for buffers in self._parts.gathers.each_unit_whole():
+            for param in (p for buffer in buffers for p in buffer.params if keeps):
+                copies[id(param)] = param.detach().to("cpu", copy=True).contiguous()
+        if not keeps:
+            return {}
         whole = self._model.state_dict(keep_vars=True)
         for tensor in whole.values():
             if id(tensor) not in copies:
@@ -271,12 +211,13 @@ class Handle:
         """
         self._check_open()
         b, k = self.layout.find(name)
-        self._parts.runtime.wait_params()
-        self._parts.runtime.end_backward()
+        self._parts.gathers.settle()
+        self._runtime.end_backward()
         buffer = self._parts.buffers[b]
-        result = {"param": buffer.params[k].detach().clone()}
+        with self.gathered([name]):
+            result = {"param": buffer.params[k].detach().clone()}
         if buffer.layout.trainable:
-            result |= self._parts.state.whole(name)
+            result |= self._state.whole(name)
         return result
 
     # ---- for the lens ----
@@ -315,15 +256,15 @@ class Handle:
             UsageError: Gradients are accumulated: they are in no checkpoint.
         """
         self._check_open()
-        self._parts.runtime.end_backward()
-        self._parts.runtime.take_note_of_clear()
+        self._runtime.end_backward()
+        self._runtime.take_note_of_clear()
         if any(bucket.total_full or bucket.has_local for bucket in self._parts.grads.buckets):
             raise UsageError(
                 "gradients are accumulated, and a checkpoint does not keep them: save after optimizer.step(), or call "
                 "handle.zero_grad() first"
             )
-        self._parts.runtime.wait_params()
-        return self._parts.state.to_save()
+        self._parts.gathers.settle()
+        return self._state.to_save()
 
     def pieces_to_load(self, states: Mapping[str, Mapping[str, StateKind]] | None) -> list[Piece]:
         """Drop gradients and optimizer state, and return the pieces to fill; then call ``adopt_pieces``.
@@ -332,9 +273,9 @@ class Handle:
             states: By trainable parameter, the optimizer states that are stored of it; None leaves the present ones.
         """
         self._check_open()
-        self._parts.runtime.clear()
-        self._parts.runtime.wait_params()
-        return self._parts.state.to_load(states)
+        self._runtime.clear()
+        self._parts.gathers.settle()
+        return self._state.to_load(states)
 
     def adopt_pieces(self) -> None:
         """Train on from the pieces that were filled; collective.
@@ -342,9 +283,9 @@ class Handle:
         Raises:
             OptimizerError: Parameters that are updated together were stepped a different number of times.
         """
-        self._parts.state.adopt()
-        self._parts.runtime.spread()
-        self._parts.runtime.wait_params()
+        self._state.adopt()
+        self._runtime.spread()
+        self._parts.gathers.settle()
 
     @property
     def counters(self) -> dict[str, int]:
@@ -399,13 +340,14 @@ class Handle:
         """Take every hook off; parameters get memory of their own, and the optimizer gets them back."""
         if self._closed:
             return
-        self._parts.runtime.wait_params()
-        self._parts.runtime.remove()
-        for buffer in self._parts.buffers:
-            buffer.detach()
+        self._runtime.end_backward()
+        for buffers in self._parts.gathers.each_unit_whole():
+            for buffer in buffers:
+                buffer.detach()
+        self._runtime.remove()
         self._parts.shards.restore_groups()
         self._parts.comm.close()
-        self._parts.runtime.owner = None
+        self._runtime.owner = None
         registry.forget(self._model)
         self._closed = True
 

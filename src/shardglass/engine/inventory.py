@@ -51,7 +51,10 @@ def inventory(
     found = []
     for b, buffer in enumerate(buffers):
         path = f"handle.buffers[{b}]"
-        found.append(_held(b, "param", buffer.whole, f"{path}.whole", cut=False))
+        if buffer.kept is not None:
+            found.append(_held(b, "param", buffer.kept, f"{path}.kept", cut=True))
+        if buffer.is_whole:
+            found.append(_held(b, "param", buffer.whole, f"{path}.whole", cut=False))
         if buffer.master is not None:
             found.append(_held(b, "master", buffer.master, f"{path}.master", cut=cuts_state))
     for k, bucket in enumerate(grads.buckets):
@@ -76,7 +79,7 @@ def tensors_by_category(
 ) -> dict[str, list[Tensor]]:
     """Every tensor of the engine, by the categories of ``Handle.memory``."""
     found = {
-        "parameters": [b.whole for b in buffers],
+        "parameters": [t for b in buffers for t in (b.whole, b.kept) if t is not None],
         "master weights": [b.master for b in buffers if b.master is not None],
         "gradients": list(grads.tensors()),
     }

@@ -1,7 +1,6 @@
 """The hooks that drive a sharded model.
 
-Owns every hook on the user's model and optimizer, and the gathers in flight. Leaves what they do to ``grads`` and
-``optim``.
+Owns every hook on the user's model and optimizer. Leaves what they do to ``gathers``, ``grads`` and ``optim``.
 
 [Note: end of backward] A callback of autograd's engine that is queued from a parameter's hook fires at the end of
 the first INNER backward under reentrant checkpointing. So it is queued from a gradient hook on the root module's
@@ -20,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardglass.engine.buffers import ParamBuffer
-from shardglass.engine.comm import Comm, Pending
-from shardglass.engine.grads import Bucket, Gradients
+from shardglass.engine.gathers import reads_in_backward
+from shardglass.engine.grads import Bucket
 from shardglass.engine.hook import ModuleHook
-from shardglass.engine.optim import OptimizerShards
+from shardglass.engine.parts import Parts
 from shardglass.engine.placeholder import GradientElsewhere
 from shardglass.engine.units import Unit, place_of
 from shardglass.errors import UsageError
@@ -33,17 +31,9 @@ from shardglass.errors import UsageError
 class Runtime:
     """Hooks of one model: parameters are waited for before use, gradients are taken, the step is wrapped."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        buffers: Sequence[ParamBuffer],
-        grads: Gradients,
-        shards: OptimizerShards,
-        comm: Comm,
-    ) -> None:
-        self._model, self._buffers, self._grads, self._shards, self._comm = model, buffers, grads, shards, comm
-        self._gathers: dict[str, list[Pending]] = {}  # by unit, in forward order
+    def __init__(self, model: nn.Module, units: Sequence[Unit], parts: Parts) -> None:
+        self._model, self._buffers, self._comm = model, parts.buffers, parts.comm
+        self._gathers, self._grads, self._shards = parts.gathers, parts.grads, parts.shards
         self._callback_queued = False
         self._took_step = False
         self._weights_age = 0  # steps taken, to see a graph of older weights
@@ -55,35 +45,60 @@ class Runtime:
         self._hooks: list[Any] = []
         self._blocks = [module for unit in units if unit.is_block for module in unit.modules]
         self._compiled: list[tuple[nn.Module, Any]] = []  # with the forward of its own that a block had, or None
-        grads.on_total(shards.show)
+        self._grads.on_total(self._shards.show)
         self._hook_model(units)
         self._hook_gradients()
-        self._hooks.append(shards.optimizer.register_step_pre_hook(self._before_step))
-        self._hooks.append(shards.optimizer.register_step_post_hook(self._after_step))
+        self._hooks.append(self._shards.optimizer.register_step_pre_hook(self._before_step))
+        self._hooks.append(self._shards.optimizer.register_step_post_hook(self._after_step))
 
     # ---- installation ----
 
     def _hook_model(self, units: Sequence[Unit]) -> None:
-        """Wait for a unit's parameters before its modules run, and see the root's forward come and go."""
+        """See the root's forward come and go, and have a unit's parameters whole before its modules run."""
         model, add = self._model, self._hooks.append
+        add(model.register_forward_pre_hook(ModuleHook(lambda module, args: self._before_forward())))
+        inside = {id(module) for unit in units for module in unit.modules}
         for k, unit in enumerate(units):
             for module in unit.modules:
-                add(module.register_forward_pre_hook(self._waiter(unit.name)))
+                # A module with units inside is left by their forward: it cannot hold its own parameters all along.
+                is_leaf = not any(id(child) in inside for child in module.modules() if child is not module)
+                add(module.register_forward_pre_hook(self._opener(unit.name, module, is_leaf=is_leaf)))
+                if is_leaf:
+                    add(module.register_forward_hook(self._closer(unit.name), always_call=True))
             if not unit.is_block and k and units[k - 1].is_block:
                 # A head read without its forward, as fused losses do, must be there once the blocks are through.
                 for module in units[k - 1].modules:
                     add(module.register_forward_hook(self._waiter_after(unit.name)))
-        add(model.register_forward_pre_hook(ModuleHook(lambda module, args: self._before_forward())))
-        add(model.register_forward_hook(ModuleHook(lambda module, args, output: self._watch_outputs(output))))
-        add(model.register_state_dict_pre_hook(ModuleHook(lambda *a: self.wait_params())))
-        add(model.register_load_state_dict_pre_hook(ModuleHook(lambda *a, **k: self.wait_params())))
+        add(model.register_forward_hook(ModuleHook(lambda module, args, output: self._after_forward(output))))
+        add(model.register_forward_hook(ModuleHook(lambda *a: self._gathers.leave(None)), always_call=True))
+        add(model.register_state_dict_pre_hook(ModuleHook(self._before_state_dict)))
+        add(model.register_load_state_dict_pre_hook(ModuleHook(lambda *a, **k: self._before_load())))
         add(model.register_load_state_dict_post_hook(ModuleHook(lambda module, keys: self.params_changed())))
 
-    def _waiter(self, unit: str) -> Callable[..., None]:
-        return ModuleHook(lambda module, args: self.wait_unit(unit))
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        """With ``keep_vars`` the parameters themselves are listed, which needs no values."""
+        if not keep_vars:
+            self._gathers.whole_outside("state_dict()")
+        self._gathers.settle()
+
+    def _before_load(self) -> None:
+        self._gathers.whole_outside("load_state_dict()")
+
+    def _opener(self, unit: str, module: nn.Module, *, is_leaf: bool) -> Callable[..., None]:
+        in_backward = reads_in_backward(module)
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if is_leaf:
+                self._gathers.enter(unit)
+            self._gathers.need(unit, in_backward=in_backward)
+
+        return ModuleHook(begin)
+
+    def _closer(self, unit: str) -> Callable[..., None]:
+        return ModuleHook(lambda module, args, output: self._gathers.leave(unit))
 
     def _waiter_after(self, unit: str) -> Callable[..., None]:
-        return ModuleHook(lambda module, args, output: self.wait_unit(unit))
+        return ModuleHook(lambda module, args, output: self._gathers.wait_ahead(unit))
 
     def _hook_gradients(self) -> None:
         """Two hooks a trainable parameter: one before a gradient is accumulated, one after."""
@@ -124,11 +139,18 @@ class Runtime:
 
     def _before_forward(self) -> None:
         """The root's forward begins: an open round ends, and frozen or thawed parameters are an error."""
-        self.wait_unit("root:0")
-        if not torch.is_grad_enabled():
-            return
-        self.end_backward()
-        self._check_params()
+        self._gathers.wait_ahead("root:0")
+        if torch.is_grad_enabled():
+            self.end_backward()
+            self._check_params()
+        self._gathers.begin_forward()
+        self._gathers.enter(None)
+
+    def _after_forward(self, output: object) -> None:
+        """The root's forward ended well."""
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors_in(output))
+        self._gathers.end_forward(keeps_last=trains)
+        self._watch_outputs(output)
 
     def _check_params(self) -> None:
         """Refuse a model whose parameters are no longer what was sharded.
@@ -159,16 +181,6 @@ class Runtime:
     def _starter(self, age: int) -> Callable[[Tensor], None]:
         return lambda grad: self._backward_began(age)
 
-    def wait_unit(self, unit: str) -> None:
-        """Make sure a unit's parameters are the updated ones."""
-        for pending in self._gathers.pop(unit, ()):
-            pending.wait()
-
-    def wait_params(self) -> None:
-        """Make sure all parameters are the updated ones."""
-        for unit in list(self._gathers):
-            self.wait_unit(unit)
-
     def params_changed(self) -> None:
         """Somebody wrote the model's parameters: take the master weights from them."""
         for buffer in self._buffers:
@@ -190,6 +202,7 @@ class Runtime:
         self._before_gradient()
         if not self._callback_queued:
             self._callback_queued = True
+            self._gathers.begin_backward()
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._backward_ended)
 
@@ -209,8 +222,13 @@ class Runtime:
     def end_backward(self) -> None:
         """End the round and leave placeholders in ``param.grad``; collective unless under ``no_sync``."""
         if not self._grads.in_round:
+            self._gathers.end_backward()
             return
+        self._grads.note = self._gathers.order_number
         self._grads.finish_round()
+        if len(set(self._grads.notes)) == 1:
+            self._gathers.adopt_order()
+        self._gathers.end_backward()
         for bucket in self._grads.buckets:
             for param in bucket.buffer.params:
                 placeholder = GradientElsewhere.for_param(param)
@@ -273,7 +291,7 @@ class Runtime:
             raise UsageError(
                 "optimizer.step(closure) is not supported on a sharded model: call the closure yourself, then step()"
             )
-        self.wait_params()
+        self._gathers.settle()
         self._shards.check_groups()
         self.prepare_step()
         self._check_no_foreign_gradient()
@@ -304,15 +322,9 @@ class Runtime:
         self._comm.position = f"step {self._grads.step}, forward"
 
     def spread(self) -> None:
-        """Cast the updated master weights and start a gather per buffer, in forward order."""
+        """The master weights changed: the model's parameters follow."""
         self._weights_age += 1
-        for buffer in self._buffers:
-            if buffer.master is None:
-                continue
-            buffer.write_back()
-            if buffer.state_range != (0, buffer.layout.numel):
-                pending = self._comm.gather(buffer.index, buffer.layout.key, buffer.whole)
-                self._gathers.setdefault(buffer.layout.unit, []).append(pending)
+        self._gathers.spread()
 
 
 def _tensors_in(value: object) -> list[Tensor]:

@@ -136,11 +136,15 @@ class TrainingState:
         for b, buffer in enumerate(self._buffers):
             if buffer.layout.trainable:
                 continue
-            first = self._comm.rank * buffer.layout.shard_numel
+            shard = buffer.kept if buffer.kept is not None else self._own_shard(buffer)
             for s in slices_in(self._layout, b, self._comm.rank):
-                value = buffer.whole[first + s.offset : first + s.offset + s.length]
-                found.append(self._piece("param", s, value))
+                found.append(self._piece("param", s, shard[s.offset : s.offset + s.length]))
         return found
+
+    def _own_shard(self, buffer: ParamBuffer) -> Tensor:
+        """This rank's shard of a buffer that is whole, at every stage."""
+        numel = buffer.layout.shard_numel
+        return buffer.whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
 
     def whole(self, name: str) -> dict[str, Tensor]:
         """Every kind of one trainable parameter in its shape, put together from the owners; collective."""
@@ -227,7 +231,7 @@ class TrainingState:
             self._shards.optimizer.state[owned.param][key] = first.value[0].clone().to(device)
         self._scalars.clear()
         for buffer in self._buffers:
-            if not buffer.layout.trainable:
+            if not buffer.layout.trainable and buffer.keeps_whole:
                 self._comm.gather(buffer.index, buffer.layout.key, buffer.whole).wait()
 
     def _keeps_scalars_on_device(self, group: int) -> bool:

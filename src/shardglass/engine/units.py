@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardglass.errors import ModelError, OptimizerError, suggestion
+from shardglass.errors import ModelError, OptimizerError, UsageError, suggestion
 from shardglass.layout import ParamSpec
 from shardglass.layout.line import DTYPE_WORDS
 
@@ -223,6 +223,32 @@ def param_specs(
             "make the optimizer from this model's parameters, after any change to the model"
         )
     return specs
+
+
+def parameters_named(model: nn.Module, what: nn.Module | str | Sequence[str] | None) -> list[str]:
+    """Full names of the parameters of a module, or of names of parameters and modules; None is the whole model.
+
+    Raises:
+        UsageError: The module is not one of the model's, or a name is of no parameter and no module.
+    """
+    modules, first_name = dict(model.named_modules()), {id(p): name for name, p in model.named_parameters()}
+    if what is None:
+        return list(first_name.values())
+    if isinstance(what, nn.Module):
+        if all(module is not what for module in modules.values()):
+            raise UsageError(f"this {type(what).__name__} is no module of the sharded model")
+        return [first_name[id(p)] for p in what.parameters()]
+    found: dict[str, None] = {}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name in [what] if isinstance(what, str) else what:
+        if name in params:
+            found[first_name[id(params[name])]] = None
+        elif name in modules:
+            found |= dict.fromkeys(first_name[id(p)] for p in modules[name].parameters())
+        else:
+            hint = suggestion(name, [*params, *modules])
+            raise UsageError(f"the model has no parameter or module {name!r}{hint}")
+    return list(found)
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

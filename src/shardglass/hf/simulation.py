@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from shardglass.engine.handle import Handle, shard_over
+from shardglass.engine.handle import Handle
 from shardglass.engine.links import SimulatedLinks
+from shardglass.engine.shard import shard_over
 from shardglass.errors import ConfigError, ModelError, ShardglassError, UsageError
 from shardglass.hf.meta import FoundConfig, group_parameters
 from shardglass.lens.moments import MomentPeaks

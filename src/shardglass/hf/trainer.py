@@ -28,8 +28,9 @@ from torch._C._distributed_c10d import HashStore
 from transformers import TrainerCallback
 
 from shardglass.config import DeepSpeedConfig, load_config
-from shardglass.engine.handle import Handle, shard
+from shardglass.engine.handle import Handle
 from shardglass.engine.registry import live_handle
+from shardglass.engine.shard import shard
 from shardglass.errors import ConfigError, UsageError
 from shardglass.hf.arguments import ZeroTrainingArguments, check_plain_arguments
 from shardglass.hf.checkpoints import CheckpointMixin
