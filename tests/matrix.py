@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 
 VALUES = {
-    "stage": (0, 1, 2),
+    "stage": (0, 1, 2, 3),
     "dtype": ("float32", "bfloat16"),
     "accumulation": ("1", "3", "3 no_sync"),
     "clip": (False, True),

@@ -32,7 +32,7 @@ def clip_and_step(rank, world_size, stage, max_norm, micro_batches):
     handle.close()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("max_norm", [0.05, 1e3], ids=["bites", "does not bite"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_clipping_is_by_the_global_norm_of_the_accumulated_gradient(stage, max_norm, micro_batches):

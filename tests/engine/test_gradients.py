@@ -16,7 +16,7 @@ from tolerances import ORDER_FP32
 
 from shardglass.errors import UsageError
 
-STAGES = pytest.mark.parametrize("stage", [0, 2])
+STAGES = pytest.mark.parametrize("stage", [0, 2, 3])
 
 
 def label_loss(ids, kept, total):

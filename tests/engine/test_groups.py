@@ -41,7 +41,7 @@ def rates(rank, world_size, stage):
     handle.close()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_group_keeps_its_rate_and_decay(world_size, stage):
     run_ranks(world_size, rates, stage)
@@ -93,7 +93,7 @@ def specks(rank, world_size, stage):
     return sizes
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_groups_that_are_empty_on_some_ranks_train(stage):
     sizes = run_ranks(4, specks, stage)
     if stage:

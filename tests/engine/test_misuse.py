@@ -51,7 +51,7 @@ def scalar(rank, world_size, stage):
         torch.testing.assert_close(found[name], p.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_without_dimensions_is_trained_like_any_other(stage):
     run_ranks(2, scalar, stage)
 

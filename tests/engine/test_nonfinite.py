@@ -44,7 +44,7 @@ def one_bad_rank(rank, world_size, stage, value, dtype):
     return seen
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_is_named(stage, value, dtype):

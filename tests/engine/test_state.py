@@ -25,7 +25,7 @@ def shapes(rank, world_size, stage):
     return during, after
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_state_of_gives_whole_tensors_in_the_parameter_s_shape(stage):
     whole = ((13, 7), torch.float32)
     param = ((13, 7), torch.bfloat16)
@@ -114,7 +114,7 @@ def full_state(rank, world_size, stage):
     handle.close()
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_full_state_dict_has_the_unsharded_names_and_values_and_stands_alone(stage):
     run_ranks(2, full_state, stage)
 
@@ -209,7 +209,7 @@ def owned_elements(rank, world_size, stage):
     return owned, held, memory, sum(b.numel for b in handle.layout.buffers)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_optimizer_holds_what_the_layout_says(stage):
     total = sum(p.numel() for p in Perceptron().parameters())
     results = run_ranks(3, owned_elements, stage)

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from sharded import assert_equal, gradients, make, squared, states
 from tolerances import ORDER_FP32
 
-STAGES = pytest.mark.parametrize("stage", [0, 2])
+STAGES = pytest.mark.parametrize("stage", [0, 2, 3])
 
 
 def skipping(rank, world_size, stage, skips, max_norm):

@@ -62,8 +62,10 @@ def _weights(layout: Layout, options: PlannedOptions) -> Iterator[Held]:
     """Parameters and master weights."""
     rules = options.rules
     for b, buffer in enumerate(layout.buffers):
-        yield _held(b, "param", buffer.dtype, cut=rules.shards_params, numel=_numel(layout, b, cut=rules.shards_params))
-        if buffer.trainable:  # of fp32 parameters the master weights are a view
+        if not (rules.shards_params and buffer.trainable):  # those are gathered from the master weights
+            numel = _numel(layout, b, cut=rules.shards_params)
+            yield _held(b, "param", buffer.dtype, cut=rules.shards_params, numel=numel)
+        if buffer.trainable:  # of whole fp32 parameters the master weights are a view
             numel = _numel(layout, b, cut=rules.shards_state)
             yield _held(b, "master", master_dtype(buffer.dtype), cut=rules.shards_state, numel=numel)
 

@@ -98,8 +98,14 @@ def promoted(a: str, b: str) -> str:
 
 
 def _param_numel(buffer: Buffer, options: Sharding) -> int:
-    """Elements of a buffer's parameters that stay between uses: its shard at a stage that shards them, else all."""
-    return buffer.shard_numel if options.rules.shards_params else buffer.numel
+    """Elements of a buffer's parameters that stay between uses.
+
+    At a stage that shards parameters a frozen buffer's shard, and nothing of a trainable one: it is gathered from the
+    ranks' master weights.
+    """
+    if not options.rules.shards_params:
+        return buffer.numel
+    return 0 if buffer.trainable else buffer.shard_numel
 
 
 def gathered_bytes(layout: Layout, options: Sharding) -> int:
@@ -120,9 +126,10 @@ def _state_numel(buffer: Buffer, options: Sharding) -> int:
 
 
 def _master_bytes(buffer: Buffer, options: Sharding) -> int:
-    """A copy in the master dtype of the part whose state is here; none if the parameters have that dtype themselves."""
+    """A copy in the master dtype of the part whose state is here; none if whole parameters have that dtype themselves."""
     master = master_dtype(buffer.dtype)
-    return 0 if master == buffer.dtype else _state_numel(buffer, options) * DTYPE_BYTES[master]
+    is_view = master == buffer.dtype and not options.rules.shards_params
+    return 0 if is_view else _state_numel(buffer, options) * DTYPE_BYTES[master]
 
 
 def _mean_bytes(buffer: Buffer, options: Sharding) -> int:
