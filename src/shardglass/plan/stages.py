@@ -19,7 +19,7 @@ from shardglass.plan.activations import Activations, MicroBatch, activations
 from shardglass.plan.kinds import PlannedOptions
 from shardglass.plan.memory import accum_dtype, gathered_bytes, heaviest_rank, master_dtype, planned_bytes
 from shardglass.plan.model import ModelFacts
-from shardglass.plan.setup import GIB, Setup, runs_today
+from shardglass.plan.setup import GIB, Setup
 
 LOADING, LOSS, BACKWARD, STEP = "loading", "loss", "backward", "step"
 MOMENTS = (LOADING, LOSS, BACKWARD, STEP)
@@ -70,16 +70,14 @@ class StagePlan:
 
     Attributes:
         stage: The stage.
-        runs: Whether the engine runs it today.
         rank: The rank with the most engine-owned bytes.
-        engine: The engine's own bytes, by category; at stage 3 parameters are the shards.
+        engine: The engine's own bytes, by category; whole parameters of stage 3 are a term of their own.
         terms: All terms of the need but the reserve; ``engine`` is among them.
         activations_known: Whether the model has a form that activations are known for; otherwise they are missing.
         reserve: Bytes for what no form knows.
     """
 
     stage: int
-    runs: bool
     rank: int
     engine: tuple[Category, ...]
     terms: tuple[Term, ...]
@@ -135,7 +133,7 @@ class EngineSide:
 def engine_side(facts: ModelFacts, setup: Setup, layout: Layout, stage: int) -> EngineSide:
     """The engine's side at a stage; the layout is of scheme "units" for the setup's world size."""
     setup = replace(setup, stage=stage)
-    options = PlannedOptions(stage=stage, reduce_dtype=setup.reduce_dtype, accum_dtype=setup.accum_dtype)
+    options = setup.options
     rank, engine = _rank_and_bytes(setup, layout, options)
     return EngineSide(
         stage=stage,
@@ -160,7 +158,6 @@ def stage_plan(facts: ModelFacts, setup: Setup, side: EngineSide) -> StagePlan:
     terms.append(Term(name="model as loaded", bytes=side.loading, moments=(LOADING,)))
     plan = StagePlan(
         stage=side.stage,
-        runs=runs_today(side.stage),
         rank=side.rank,
         engine=side.engine,
         terms=tuple(term for term in terms if term.bytes),
