@@ -130,7 +130,11 @@ def _runs() -> Iterator[tuple[str, tuple[ResolvedValue, ...]]]:
 
     Once more with the old name of bf16, and at the stage where the most keys decide something.
     """
-    more: tuple[dict[str, object], ...] = ({"bf16": {}}, {"bfloat16": {}}, {"zero_optimization": {"stage": max(STAGES)}})
+    more: tuple[dict[str, object], ...] = (
+        {"bf16": {}},
+        {"bfloat16": {}},
+        {"zero_optimization": {"stage": max(STAGES)}},
+    )
     for optimizer in _supported(OPTIMIZERS):
         for scheduler in _supported(SCHEDULERS):
             # The one key that must be given, where a type takes it.
