@@ -58,8 +58,8 @@ STAGES = {
     3: Stage(number=3, shards_state=True, shards_grads=True, shards_params=True),
 }
 
-RUNNABLE_STAGES = (0, 1, 2, 3)
-"""Stages the engine can run; planning knows all of ``STAGES``."""
+RUNNABLE_STAGES = (0, 1, 2)
+"""Stages that configs, plans and the Trainer offer today; ``shard()`` runs all of ``STAGES``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +100,6 @@ class EngineOptions:
         faults = []
         if self.stage not in STAGES:
             faults.append(f"stage is {self.stage!r}; it must be one of {sorted(STAGES)}")
-        elif self.stage not in RUNNABLE_STAGES:
-            faults.append(f"stage {self.stage} is not supported yet; use one of {list(RUNNABLE_STAGES)}")
         for key in ("param_dtype", "reduce_dtype", "accum_dtype"):
             value = getattr(self, key)
             if value is not None and value not in FLOAT_DTYPES:

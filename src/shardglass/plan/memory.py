@@ -126,7 +126,7 @@ def _state_numel(buffer: Buffer, options: Sharding) -> int:
 
 
 def _master_bytes(buffer: Buffer, options: Sharding) -> int:
-    """A copy in the master dtype of the part whose state is here; none if whole parameters have that dtype themselves."""
+    """A copy in the master dtype of the part whose state is here; none if whole parameters have that dtype too."""
     master = master_dtype(buffer.dtype)
     is_view = master == buffer.dtype and not options.rules.shards_params
     return 0 if is_view else _state_numel(buffer, options) * DTYPE_BYTES[master]
