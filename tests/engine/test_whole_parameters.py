@@ -122,8 +122,9 @@ def frozen_base(rank, world_size):
     assert_equal(handle.full_state_dict(), dict(oracle.model.state_dict()), 10 * ORDER_FP32)
     kept = sum(b.layout.shard_numel for b in handle.buffers if not b.layout.trainable)
     assert handle.memory()["parameters"] == kept * 4
+    count = watch.gathered.count("blocks.0")
     handle.close()
-    return watch.gathered.count("blocks.0")
+    return count
 
 
 def test_a_frozen_unit_before_the_first_trainable_one_is_gathered_for_forward_alone():
