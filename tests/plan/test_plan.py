@@ -225,7 +225,8 @@ def test_stages_cut_what_their_rows_say(qwen):
     sizes = {number: {c.name: c.bytes for c in plan.engine} for number, plan in stages.items()}
     assert [plan.runs for plan in stages.values()] == [True, True, True, False]
     assert sizes[0]["master weights"] == 8 * sizes[1]["master weights"]
-    assert sizes[2]["parameters"] == 8 * sizes[3]["parameters"]
+    assert sizes[3]["parameters"] == 0, "trainable parameters are gathered from the master weights"
+    assert sizes[3]["master weights"] == sizes[2]["master weights"]
     gathered = next(term.bytes for term in stages[3].terms if term.name == "gathered units")
     block = (4 * 4096 * 4096 + 3 * 4096 * 11008 + 3 * 4096 + 2 * 4096) * 2
     assert gathered == pytest.approx(151936 * 4096 * 2 + block, rel=1e-4)  # the embedding and the first block
