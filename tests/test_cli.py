@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import shardglass
 from shardglass import cli
-from shardglass.errors import ConfigError
+from shardglass.errors import ConfigError, DataError
 from shardglass.hf.flags import LaunchArguments
 from shardglass.hf.launch import launch_options, split_launch
 from shardglass.plan.plan import Plan
@@ -143,7 +143,9 @@ def test_deepspeed_json_is_checked_before_processes_start(tmp_path):
     assert "gradient_clipping" in message_of(*REQUIRED, "--deepspeed", str(config))
 
 
-def test_values_that_only_transformers_knows_are_checked_before_processes_start():
+def test_values_that_only_transformers_knows_are_checked_before_processes_start(tmp_path, monkeypatch):
+    (tmp_path / "data.json").write_text("[]")
+    monkeypatch.chdir(tmp_path)
     text = message_of(*REQUIRED, "--lr_scheduler_type", "cosin", "--ddp_backend", "gloo")
     assert "--lr_scheduler_type cosin: it must be one of linear, cosine" in text
 
@@ -153,6 +155,23 @@ def test_the_models_own_folder_is_refused_as_output_without_torch(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "shardglass.hf.arguments", None)  # importing it would fail
     assert "model is the model's folder model" in message_of(*REQUIRED, "--output_dir", "model")
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--data_path", "data.json: there is no such file (did you mean 'dato.json'?)"),
+        ("--eval_data_path", ".: this is a folder; give the JSON file in it"),
+    ],
+)
+def test_data_that_is_not_there_is_told_without_torch(tmp_path, monkeypatch, flag, message):
+    (tmp_path / "dato.json").write_text("[]")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "shardglass.hf.arguments", None)  # importing it would fail
+    given = REQUIRED if flag == "--data_path" else [*REQUIRED, "--data_path", "dato.json", flag, "."]
+    with pytest.raises(DataError) as caught:
+        cli.app(["train", *given])
+    assert str(caught.value) == message
 
 
 # ---- plan and env ----

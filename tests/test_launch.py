@@ -205,7 +205,8 @@ def test_under_torchrun_rank_0_says_it_and_ranks_end_with_torchrun(with_worker, 
 
 def test_a_stop_before_ranks_are_started_is_said_too(tmp_path):
     script = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom shardglass import cli\n"
+        "import os, signal, sys, time\nfrom pathlib import Path\nfrom shardglass import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         "from shardglass.hf.launch import stops_told\n"
         "with stops_told(cli._say, Path(sys.argv[1])):\n"
         "    os.kill(os.getpid(), int(sys.argv[2]))\n    time.sleep(20)\n"

@@ -95,6 +95,7 @@ def test_the_qwen_command_trains_shows_its_summary_and_saves_a_plain_model(input
     # 24 samples, 2 ranks x 2 x 4 = 16 a step, the last step of each of the 2 epochs is short.
     assert text.count("'grad_norm'") == 4
     assert "weight decay" in text
+    assert (done.stdout + done.stderr).count("new PAD/BOS/EOS tokens") == 1, "rank 0 alone says it"
     assert (tmp_path / "out" / "checkpoint-4").is_dir()  # the Trainer also saves at the last step
     assert "WarmupLR" in text
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -34,6 +34,7 @@ from shardglass.hf.launch import LAUNCHER, USER_FAULT, launch, launch_options, s
 from shardglass.hf.lifeline import Lifeline
 from shardglass.hf.look_signal import LookSignal, signal_passed_on
 from shardglass.hf.output_folder import DEFAULT_OUTPUT, check_output_folder
+from shardglass.hf.record_file import check_records_file
 from shardglass.hf.scan import Scanned, kinds_in_source, kinds_of, scan
 from shardglass.versions import check_versions
 
@@ -133,6 +134,9 @@ def _train(context: typer.Context) -> None:
     with stops_told(_say, output_dir), signal_passed_on(_say):
         if output_dir is not None:
             _check_output(early.values)
+        for name in ("data_path", "eval_data_path"):
+            if early.values.get(name):
+                check_records_file(Path(early.values[name]))
         check_versions()
         from shardglass.hf.arguments import parse_command
 
@@ -195,8 +199,11 @@ def _plan(  # noqa: PLR0913  # a flag each
     check_versions()
     from shardglass.hf.planning import PlanFlags, planned_from_flags
     from shardglass.hf.run_report import write_plan_html
+    from shardglass.report.html_page import check_page
     from shardglass.report.plan_terminal import render_plan
 
+    if html is not None:
+        check_page(html)
     planned = planned_from_flags(
         PlanFlags(
             model=model,

@@ -156,6 +156,7 @@ def test_where_is_told_rank_by_rank_with_what_a_debugger_shows(run_folder):
     ("argv", "message"),
     [
         (["look", "{run}x"], "there is no such folder (did you mean "),
+        (["look", __file__], "test_look.py: this is a file; give the run's output_dir"),
         (["look", "{run}/snapshots"], "has no snapshots: train with --look STEP, or send SIGUSR1 to the run"),
         (["look", "{run}", "--step", "9"], "--step 9: no snapshot is of this step; there are those of 1, 2"),
         (["look", "{run}", "--diff", "9"], "--diff 9: no snapshot is of this step"),

@@ -217,7 +217,7 @@ def test_the_optimizer_holds_what_the_layout_says(stage):
     for owned, held, memory, padded in results:
         most = padded if stage == 0 else padded // 3
         assert (total if stage == 0 else owned) <= held <= most
-        assert memory["parameters"] == padded * 4
+        assert memory["parameters"] == (0 if stage == 3 else padded * 4)
         assert memory["optimizer exp_avg"] == held * 4
 
 

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from shardglass import cli
 from shardglass.errors import ConfigError, UsageError
 from shardglass.hf.run_report import setup_of_run, write_run_report
+from shardglass.report import html_page
 from shardglass.report.html_run import read_run
 
 CONFIG = {
@@ -58,6 +59,34 @@ def test_the_setup_is_the_runs(run_dir):
         "float32",
     )
     assert setup.optimizer.name == "AdamW"
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_a_run_is_planned_again_with_its_own_checkpointing_and_kernel(run_dir, recomputes):
+    summary = json.loads((run_dir / "shardglass_summary.json").read_text())
+    summary["environment"]["attention"] = "eager"
+    (run_dir / "shardglass_summary.json").write_text(json.dumps(summary | {"recomputes": recomputes}))
+    setup = setup_of_run(read_run(run_dir))
+    assert (setup.recomputes, setup.attention) == (recomputes, "eager")
+    page = write_run_report(run_dir).read_text(encoding="utf-8")
+    note = f"and {'with' if recomputes else 'without'} gradient checkpointing"
+    assert any(note in line for line in pages.data_of(page, "page-data")["notes"])
+
+
+@pytest.mark.parametrize("argv", [["report", "{run}"], ["plan", "nowhere", "--html", "{run}/plan.html"]])
+def test_a_missing_plotly_is_told_before_anything_is_planned(run_dir, monkeypatch, argv):
+    monkeypatch.setattr(html_page, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'shardglass\[report\]'"):
+        invoke(*(word.format(run=run_dir) for word in argv))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("", "this is a folder; name a file in it"), ("config.json/x/plan.html", r"config\.json is a file, not a folder")],
+)
+def test_a_page_that_cannot_be_written_is_told_before_anything_is_planned(run_dir, path, message):
+    with pytest.raises(ConfigError, match=message):
+        invoke("plan", "nowhere", "--html", str(run_dir / path))
 
 
 def test_a_run_whose_model_is_not_there_has_a_page_without_a_map(run_dir, tmp_path):

@@ -177,6 +177,14 @@ def test_what_the_numbers_of_a_training_show_is_a_deviation():
     assert summary(progress=replace(worse, last_loss=float("inf"))).all_deviations[1] == "the last training loss is inf"
 
 
+def test_a_run_whose_rate_never_left_0_is_a_deviation():
+    still = (RatePoint(what="start", step=0, rates=(0.0, 0.0)), RatePoint(what="end", step=1, rates=(0.0, 0.0)))
+    told = "every step ran at learning rate 0, so nothing was learned"
+    assert any(told in line for line in summary(rates=still).all_deviations)
+    moved = (*still, RatePoint(what="end", step=2, rates=(0.0, 1e-5)))
+    assert not any(told in line for each in (moved, ()) for line in summary(rates=each).all_deviations)
+
+
 def test_batch_data_loss_and_rate_are_told_in_a_line_each():
     lines = printed(summary())
     told = {line.split()[0]: line[8:] for line in lines if line.startswith(("batch", "data", "loss", "rate"))}

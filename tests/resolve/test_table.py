@@ -154,6 +154,7 @@ def test_every_kind_of_contradiction_is_a_row_with_both_values_and_the_flag():
         rows_of(source, args, stage=1)
     head, titles, *lines, remedy = str(caught.value).splitlines()
     assert head.startswith("the DeepSpeed config contradicts the command line in 13 values; ")
+    assert remedy.startswith("  zero_optimization.stage: drop the flag, or take the key out")
     assert re.split(r"  +", titles.strip()) == ["key", "JSON", "flag", "flag's value"]
     assert {line.split()[0]: line.split()[1:] for line in lines} == {
         "zero_optimization.stage": ["2", "--zero_stage", "1"],

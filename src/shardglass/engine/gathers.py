@@ -7,23 +7,19 @@ that shards parameters; and there also when their memory is dropped. Leaves the 
 [Note: need and drop] Stage 3. A unit is gathered when it is needed, and the next one of the sequence behind it while
 it computes. It is dropped when another unit is needed, unless its module's forward is still running. Backward needs
 a unit when autograd unpacks the first weight it saved of it, or when checkpointing runs its forward again. Autograd
-runs later operations first, so by then the backward of the unit before is through.
-
-[Note: saved weights] Weights that autograd saves are wrapped while a forward runs. A weight that is unpacked is
-gathered first if it has been dropped, whoever saved it, and where nothing was saved (an embedding) nothing is
-gathered.
+runs later operations first, so by then the backward of the unit before is through. A weight is gathered when it
+is unpacked, whoever saved it (see ``saved``); where nothing was saved (an embedding) nothing is gathered.
 """
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardglass.engine.buffers import ParamBuffer
 from shardglass.engine.comm import Comm, Pending
 from shardglass.engine.order import Pass, Use, reordered, without_repeats
+from shardglass.engine.saved import SavedWeights
 from shardglass.engine.units import Unit
 from shardglass.errors import UsageError
 from shardglass.options import EngineOptions
@@ -51,15 +47,20 @@ class Gathers:
         self._pinned: list[str] = []
         self._pass: Pass | None = None
         self._is_backward = False
-        self._scopes = 0  # forwards under way: weights that autograd saves are wrapped
         self._sequence = without_repeats(_in_module_order(model, units)) if self._shards_params else ()
         self._observed: tuple[Use, ...] = ()  # in the last forward
-        self._wraps_saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._on_passed: Callable[[set[str]], None] = lambda ahead: None
+        self._unit_of: dict[int, str] = {}  # by storage
+        self._saved = SavedWeights(self._unit_of, self.need)
         if self._shards_params:
-            self._unit_of = {b.storage_key: unit for unit, held in self._buffers.items() for b in held}
+            self._unit_of.update({b.storage_key: unit for unit, held in self._buffers.items() for b in held})
             for unit, held in self._buffers.items():
                 for buffer in held:
                     buffer.guard(self._user_of(unit))
+
+    def on_passed(self, callback: Callable[[set[str]], None]) -> None:
+        """Call back in backward with the units that are still in use or to come."""
+        self._on_passed = callback
 
     # ---- all stages ----
 
@@ -126,18 +127,24 @@ class Gathers:
     def _need(self, unit: str, *, in_backward: bool) -> None:
         due = self._pass.use(unit, in_backward=in_backward) if self._pass is not None else None
         self._drop_others(unit)
+        turn_came = due is not None
         if due is None:
             due = () if unit in self._whole or unit in self._pending else (unit,)
-        for passed in due[:-1]:
+        for passed in due:
             self._launch(passed)
-        if due:
-            self._launch(due[-1])
-        for passed in due[:-1]:
-            self._drop(passed)
         if unit not in self._whole and unit not in self._pending:  # dropped since its last use in this pass
             self._launch(unit)
+        if turn_came:
+            self._tell_passed()
+        for passed in due[:-1]:
+            self._drop(passed)
         self._await(unit)
         self._prefetch()
+
+    def _tell_passed(self) -> None:
+        """In backward, have the gradients of units that will not be used again reduced, see ``order``."""
+        if self._pass is not None and self._is_backward:
+            self._on_passed(self._pass.still_ahead())
 
     def _launch(self, unit: str) -> None:
         """Start gathering a unit; one that is whole is gathered once more where its turn in the sequence has come."""
@@ -241,6 +248,7 @@ class Gathers:
             return
         for unit in self._pass.rest():
             self._launch(unit)
+            self._tell_passed()
             if unit != kept:
                 self._drop(unit)
         self._pass, self._is_backward = None, False
@@ -266,9 +274,7 @@ class Gathers:
             return
         if unit is not None:
             self._active.append(unit)
-        self._scopes += 1
-        if self._scopes == 1:
-            self._wraps_saved.__enter__()
+        self._saved.enter()
 
     def leave(self, unit: str | None) -> None:
         """It ended."""
@@ -276,31 +282,13 @@ class Gathers:
             return
         if unit is not None and unit in self._active:
             self._active.remove(unit)
-        if self._scopes:
-            self._scopes -= 1
-            if self._scopes == 0:
-                self._wraps_saved.__exit__(None, None, None)
-
-    def _pack(self, tensor: Tensor) -> object:
-        if tensor.layout is not torch.strided:
-            return tensor
-        unit = self._unit_of.get(tensor.untyped_storage()._cdata)
-        return tensor if unit is None else (unit, tensor)
-
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, tuple):
-            unit, tensor = packed
-            self.need(unit)
-        else:
-            tensor = packed
-        found: Tensor = tensor
-        return found
+        self._saved.leave()
 
     def _user_of(self, unit: str) -> Callable[[nn.Parameter, str], None]:
         """What happens when a dropped parameter is used, see ``freed``."""
 
         def use(param: nn.Parameter, what: str) -> None:
-            if self._scopes or self._pass is not None:
+            if self._saved.is_open or self._pass is not None:
                 self.need(unit)
                 return
             raise UsageError(
@@ -360,14 +348,27 @@ def reads_in_backward(module: nn.Module) -> bool:
     return type(module) is not nn.Embedding
 
 
+def holds_units(module: nn.Module, units: Sequence[Unit]) -> bool:
+    """Whether modules of units lie inside a module: its forward runs theirs, so it cannot hold a unit all along."""
+    inside = {id(owner) for unit in units for owner in unit.modules}
+    return any(id(child) in inside for child in module.modules() if child is not module)
+
+
 def _in_module_order(model: nn.Module, units: Sequence[Unit]) -> list[Use]:
-    """The use of each module in the order modules are registered: a first guess at the order they run in."""
+    """The use of each module in the order modules are registered: a first guess at the order they run in.
+
+    Parameters that lie in a module beside other units' modules are guessed to be used after these.
+    """
     units_of: dict[int, list[str]] = {}
     for unit in units:
         for module in unit.modules:
             units_of.setdefault(id(module), []).append(unit.name)
-    return [
-        Use(unit, in_backward=reads_in_backward(module))
-        for module in model.modules()
-        for unit in units_of.get(id(module), ())
-    ]
+    found: list[Use] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            walk(child)
+        found.extend(Use(unit, in_backward=reads_in_backward(module)) for unit in units_of.get(id(module), ()))
+
+    walk(model)
+    return found

@@ -189,6 +189,14 @@ class Gradients:
             self._launch(bucket)
             self._next += 1
 
+    def launch_passed(self, ahead: set[str]) -> None:
+        """Launch the buckets whose turn it is and whose units are not ahead in this backward; missing is zero."""
+        if not self.in_round or self._round_is_local:
+            return
+        while self._next < len(self.buckets) and self.buckets[self._next].buffer.layout.unit not in ahead:
+            self._launch(self.buckets[self._next])
+            self._next += 1
+
     def _launch(self, bucket: Bucket) -> None:
         """Start the reduction of what the bucket has; missing gradients count as zero."""
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:

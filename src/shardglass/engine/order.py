@@ -9,9 +9,14 @@ a sequence that all ranks share: a unit that is needed has everything before it 
 what was not needed when the pass ends is gathered then, and dropped. So a rank that skips a unit still takes part in
 its gather. Only a use that the sequence does not have (a unit used once more on its own) is gathered out of turn, and
 must happen on every rank.
+
+[Note: no waiting in a circle] In backward a rank may wait for a gather, or for a reduction before it starts the next.
+A rank that waits for the gather at one place of the sequence has started the reductions of all units that lie before
+that place and do not come again, with zeros for what it has no gradients of. So the rank that is furthest behind waits
+for nothing that another one has yet to start.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -85,11 +90,16 @@ class Pass:
         """The unit that ``next_ahead`` gave is being gathered."""
         self._launched += 1
 
-    def rest(self) -> tuple[str, ...]:
-        """What was not gathered in this pass, in order; it then counts as gathered."""
-        left = self.sequence[self._launched :]
-        self._launched = len(self.sequence)
-        return left
+    def still_ahead(self) -> set[str]:
+        """The units in use and to come: those of the sequence from the last use on."""
+        return set(self.sequence[max(self._used, 0) :])
+
+    def rest(self) -> Iterator[str]:
+        """What was not gathered in this pass, in order; each counts as gathered and used when it is given."""
+        while self._launched < len(self.sequence):
+            self._used = self._launched
+            self._launched += 1
+            yield self.sequence[self._used]
 
 
 def without_repeats(uses: Iterable[Use]) -> tuple[Use, ...]:

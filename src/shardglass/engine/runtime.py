@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardglass.engine.gathers import reads_in_backward
+from shardglass.engine.gathers import holds_units, reads_in_backward
 from shardglass.engine.grads import Bucket
 from shardglass.engine.hook import ModuleHook
 from shardglass.engine.parts import Parts
@@ -46,6 +46,7 @@ class Runtime:
         self._blocks = [module for unit in units if unit.is_block for module in unit.modules]
         self._compiled: list[tuple[nn.Module, Any]] = []  # with the forward of its own that a block had, or None
         self._grads.on_total(self._shards.show)
+        self._gathers.on_passed(self._grads.launch_passed)
         self._hook_model(units)
         self._hook_gradients()
         self._hooks.append(self._shards.optimizer.register_step_pre_hook(self._before_step))
@@ -57,11 +58,9 @@ class Runtime:
         """See the root's forward come and go, and have a unit's parameters whole before its modules run."""
         model, add = self._model, self._hooks.append
         add(model.register_forward_pre_hook(ModuleHook(lambda module, args: self._before_forward())))
-        inside = {id(module) for unit in units for module in unit.modules}
         for k, unit in enumerate(units):
             for module in unit.modules:
-                # A module with units inside is left by their forward: it cannot hold its own parameters all along.
-                is_leaf = not any(id(child) in inside for child in module.modules() if child is not module)
+                is_leaf = not holds_units(module, units)
                 add(module.register_forward_pre_hook(self._opener(unit.name, module, is_leaf=is_leaf)))
                 if is_leaf:
                     add(module.register_forward_hook(self._closer(unit.name), always_call=True))
@@ -85,11 +84,12 @@ class Runtime:
         self._gathers.whole_outside("load_state_dict()")
 
     def _opener(self, unit: str, module: nn.Module, *, is_leaf: bool) -> Callable[..., None]:
+        if not is_leaf:  # where parameters are sharded, its own ones are gathered when they are read
+            return ModuleHook(lambda module, args: self._gathers.wait_ahead(unit))
         in_backward = reads_in_backward(module)
 
         def begin(module: nn.Module, args: Any) -> None:
-            if is_leaf:
-                self._gathers.enter(unit)
+            self._gathers.enter(unit)
             self._gathers.need(unit, in_backward=in_backward)
 
         return ModuleHook(begin)
@@ -224,11 +224,11 @@ class Runtime:
         if not self._grads.in_round:
             self._gathers.end_backward()
             return
+        self._gathers.end_backward()
         self._grads.note = self._gathers.order_number
         self._grads.finish_round()
         if len(set(self._grads.notes)) == 1:
             self._gathers.adopt_order()
-        self._gathers.end_backward()
         for bucket in self._grads.buckets:
             for param in bucket.buffer.params:
                 placeholder = GradientElsewhere.for_param(param)

@@ -23,6 +23,20 @@ class RawRecord:
     fault: str | None = None
 
 
+def check_records_file(path: Path) -> None:
+    """Find out early, and without reading it, that a file is not there or is a folder.
+
+    Raises:
+        DataError: As ``read_records_text`` raises.
+    """
+    try:
+        seems_right = path.exists() and not path.is_dir()
+    except (OSError, ValueError):  # a name too long, a null byte: reading says so
+        seems_right = False
+    if not seems_right:
+        read_records_text(path)
+
+
 def read_records_text(path: Path) -> str:
     """Return the text of the file.
 

@@ -15,10 +15,7 @@ from shardglass.plan.kinds import STATES, OptimizerKind
 from shardglass.plan.plan import make_plan
 from shardglass.plan.setup import DTYPES, Setup
 from shardglass.report.html_page import Page, plan_page, write_page
-from shardglass.report.html_run import RunFiles, read_run, run_page
-
-REPORT = "report.html"
-"""The page of a run, in its folder."""
+from shardglass.report.html_run import REPORT, RunFiles, read_run, run_page
 
 
 def write_plan_html(planned: Planned, path: Path) -> None:
@@ -60,9 +57,11 @@ def _page_of(files: RunFiles) -> Page:
     except (ModelError, KeyError) as error:
         note = f"no map and no plan of the model: {error}"
         return Page(title=f"{Path(run.model).name}: ZeRO run", model=None, layouts=(), run=run, notes=(note,))
+    with_or_without = "with" if setup.recomputes else "without"
     note = (
         "the stages side by side are planned again from the files of this run, for sequences as long as it allowed "
-        "and without gradient checkpointing; what was planned and measured in the run itself stands under Run"
+        f"and {with_or_without} gradient checkpointing; what was planned and measured in the run itself stands under "
+        "Run"
     )
     return plan_page(make_plan(facts, setup), facts, setup, run=run, notes=(note, *_said(files.summary)))
 
@@ -96,6 +95,8 @@ def setup_of_run(files: RunFiles) -> Setup:
         micro_batch=batch["micro"],
         accumulation=batch["accumulation"],
         **({} if batch["max_length"] is None else {"length": batch["max_length"]}),
+        recomputes=bool(summary.get("recomputes")),
+        attention="eager" if summary["environment"]["attention"] == "eager" else "sdpa",
         device="cpu" if on_cpu else "cuda",
         ranks_per_node=batch["ranks"],
     )

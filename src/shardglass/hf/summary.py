@@ -95,6 +95,7 @@ class SummaryCallback(TrainerCallback):
             dtypes=dtype_rows(layout, options, saved=saved, buffers=_dtypes_of(model.buffers())),
             cuts=cut_rows(layout, options),
             environment=_environment(trainer, model),
+            recomputes=getattr(model, "is_gradient_checkpointing", None),
         )
 
     def _measure(self) -> MemoryAccount:

@@ -217,6 +217,8 @@ def build_trainer(
         dtype=model_args.dtype,
         **where,
     )
+    if "log_level_replica" not in command.given:
+        training.log_level_replica = "error"  # the Trainer sets transformers' verbosity anew: rank 0 alone speaks
     prepare_for_training(model, tokenizer, recomputes=_recomputes(training))
     with mistakes_told(command.given, "the Trainer"):
         trainer = ZeroTrainer(

@@ -89,6 +89,8 @@ def step_to_show(output_dir: Path, wanted: int | None, *, flag: str = "--step") 
     Raises:
         UsageError: There is no such folder, it has no snapshots, or none of this step; says which there are.
     """
+    if output_dir.is_file():
+        raise UsageError(f"{output_dir}: this is a file; give the run's output_dir")
     if not output_dir.is_dir():
         beside = [path.name for path in output_dir.parent.iterdir()] if output_dir.parent.is_dir() else []
         raise UsageError(f"{output_dir}: there is no such folder{suggestion(output_dir.name, beside)}")

@@ -155,6 +155,20 @@ def write_page(page: Page, path: Path) -> None:
         raise ConfigError(f"{path}: the page cannot be written: {error.strerror}") from None
 
 
+def check_page(path: Path) -> None:
+    """Find out, before anything is computed for it, that a page cannot be written.
+
+    Raises:
+        ConfigError: plotly is not installed, or the path is a folder or below a file.
+    """
+    _plotly_path()
+    if path.is_dir():
+        raise ConfigError(f"{path}: the page cannot be written: this is a folder; name a file in it")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ConfigError(f"{path}: the page cannot be written: {above} is a file, not a folder")
+
+
 def page_text(page: Page) -> str:
     """The page.
 
@@ -177,12 +191,16 @@ def plotly_text() -> str:
     Raises:
         ConfigError: plotly is not installed.
     """
+    return _plotly_path().read_text(encoding="utf-8")
+
+
+def _plotly_path() -> Path:
     spec = find_spec("plotly")
     folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
     path = None if folder is None else folder.joinpath(*PLOTLY)
     if path is None or not path.is_file():
         raise ConfigError("the page needs plotly, which is not installed: pip install 'shardglass[report]'")
-    return path.read_text(encoding="utf-8")
+    return path
 
 
 def _values(page: Page) -> dict[str, Any]:

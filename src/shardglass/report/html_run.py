@@ -16,6 +16,9 @@ from shardglass.report.summary import SUMMARY_VERSION
 
 SUMMARY, CONFIG, STATE = "shardglass_summary.json", "shardglass_config.json", "trainer_state.json"
 
+REPORT = "report.html"
+"""The page of a run, in its folder."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:

@@ -203,6 +203,7 @@ class RunSummary:
         dtypes: dtype of each kind of tensor on its way.
         cuts: What the shard boundaries cut.
         environment: Kernel, backend and versions.
+        recomputes: Whether the model recomputed activations in backward; None if it cannot say.
     """
 
     model: str
@@ -219,11 +220,23 @@ class RunSummary:
     deviations: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     process_kind: str = "RSS"
+    recomputes: bool | None = None
 
     @property
     def all_deviations(self) -> tuple[str, ...]:
-        """The given deviations, then what the values show: skipped steps, a loss that rose, bytes off the plan."""
-        return (*self.deviations, *_progress_deviations(self.progress), *self._memory_deviations())
+        """The given deviations, then what the values show: no rate, skipped steps, a loss that rose, other bytes."""
+        return (
+            *self.deviations,
+            *self._rate_deviations(),
+            *_progress_deviations(self.progress),
+            *self._memory_deviations(),
+        )
+
+    def _rate_deviations(self) -> list[str]:
+        """A run may end before its warm-up has left 0."""
+        if not self.rates or any(rate for point in self.rates for rate in point.rates):
+            return []
+        return ["every step ran at learning rate 0, so nothing was learned: train longer, or with a shorter warm-up"]
 
     def _memory_deviations(self) -> list[str]:
         accounts = {account.rank: account for account in (self.memory, self.largest)}

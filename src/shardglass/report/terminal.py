@@ -155,7 +155,7 @@ def _facts(summary: RunSummary) -> RenderableType:
 def _batch(batch: Batch) -> str:
     return (
         f"{_ranks(batch.ranks)} × {batch.micro:,} micro × {batch.accumulation:,} accumulation = {batch.total:,} "
-        f"sequences a step; {batch.steps_per_epoch:,} steps an epoch"
+        f"sequences a step; {batch.steps_per_epoch:,} step{'' if batch.steps_per_epoch == 1 else 's'} an epoch"
     )
 
 
