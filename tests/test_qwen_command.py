@@ -115,9 +115,33 @@ def test_the_qwen_command_trains_shows_its_summary_and_saves_a_plain_model(input
     assert told["model"]["plan"]["run"]["world_size"] == 2
 
 
-def test_zero3_and_lora_are_a_clear_not_yet(inputs, tmp_path):
+def test_with_the_config_of_zero3_it_trains_and_saves_a_plain_model_too(inputs, tmp_path):
+    changes = {"deepspeed": "finetune/ds_config_zero3.json", "save_strategy": "no"}
+    done = run(command(inputs, tmp_path / "out", **changes))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "ZeRO stage 3, 2 ranks" in done.stdout
+    summary = json.loads((tmp_path / "out" / "shardglass_summary.json").read_text())
+    assert summary["progress"]["steps"] == 4
+    rows = {row["category"]: (row["planned"], row["measured"]) for row in summary["memory"]["rows"]}
+    assert rows["parameters"] == (0, 0)  # between uses there are the master shards alone
+    assert all(planned == measured for planned, measured in rows.values())
+    start = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    moved = {
+        name: (p.float() - q).abs().max()
+        for (name, p), q in zip(model.named_parameters(), start.parameters(), strict=True)
+    }
+    assert all(distance < 1e-3 for distance in moved.values()), moved
+    assert moved["lm_head.weight"] > 0
+    values = json.loads((tmp_path / "out" / "shardglass_config.json").read_text())["values"]
+    used = {row["key"]: row["used"] for row in values}
+    assert used["zero_optimization.stage3_max_live_parameters"]
+    assert not used["zero_optimization.stage3_max_reuse_distance"]
+
+
+def test_lora_is_a_clear_not_yet_and_a_wrong_name_has_the_nearest(inputs, tmp_path):
     for changes, words in (
-        ({"deepspeed": "finetune/ds_config_zero3.json"}, "zero_optimization.stage is 3: not supported yet"),
         ({"use_lora": "True"}, "--use_lora: not supported yet"),
         ({"model_name_or_path": str(inputs / "modle")}, "did you mean 'model'?"),
     ):

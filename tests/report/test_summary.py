@@ -229,6 +229,13 @@ def test_kinds_of_tensor_that_a_run_has_not_got_have_no_row():
     assert (frozen[1].stored, frozen[1].updated, frozen[1].saved) == ("bfloat16", None, "bfloat16")
 
 
+def test_sharded_parameters_lie_in_their_master_weights_between_steps():
+    rows = dtype_rows(smollm(dtype="float32", frozen=("model.layers.3",)), EngineOptions(stage=3), saved=None)
+    stored = {row.kind: row.stored for row in rows}
+    assert (stored["parameters"], stored["frozen parameters"], stored["master weights"]) == (None, "float32", "float32")
+    assert rows[0].computed == rows[0].saved == "float32"
+
+
 def test_equal_cuts_of_different_blocks_are_one_row_with_elements_on_each_side():
     # A block lies as 4 attention matrices, gate, up, down, norms: 3,540,096 elements; its half is 576 into up_proj.
     rows = cut_rows(smollm(), EngineOptions(stage=2))

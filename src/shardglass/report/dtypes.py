@@ -17,7 +17,8 @@ class DtypeRow:
 
     Attributes:
         kind: "parameters", "frozen parameters", "gradients", "master weights", "optimizer state" or "buffers".
-        stored: dtype it lies in memory in between steps.
+        stored: dtype it lies in memory in between steps; parameters that the stage shards are then in their master
+            weights alone.
         computed: dtype forward and backward use or make it in.
         reduced: dtype it travels between ranks in.
         accumulated: dtype ranks and micro-batches are added up in.
@@ -52,10 +53,17 @@ def dtype_rows(
     frozen = _joined(b.dtype for b in layout.buffers if not b.trainable)
     dtypes = [b.dtype for b in layout.buffers if b.trainable]
     master = _joined(master_dtype(d) for d in dtypes)
-    copied = _joined(master_dtype(d) for d in dtypes if master_dtype(d) != d)
+    is_sharded = options.rules.shards_params
+    copied = _joined(master_dtype(d) for d in dtypes if master_dtype(d) != d or is_sharded)
     accum = _joined(accum_dtype(d, options) for d in dtypes)
     rows = [
-        DtypeRow(kind="parameters", stored=trainable, computed=trainable, updated=master, saved=saved or trainable),
+        DtypeRow(
+            kind="parameters",
+            stored=None if is_sharded else trainable,
+            computed=trainable,
+            updated=master,
+            saved=saved or trainable,
+        ),
         DtypeRow(kind="frozen parameters", stored=frozen, computed=frozen, saved=frozen and (saved or frozen)),
         DtypeRow(
             kind="gradients",
@@ -68,7 +76,7 @@ def dtype_rows(
         DtypeRow(kind="optimizer state", stored=master, updated=master),
         DtypeRow(kind="buffers", stored=_joined(buffers), computed=_joined(buffers)),
     ]
-    return tuple(row for row in rows if row.stored is not None)
+    return tuple(row for row in rows if (row.stored, row.computed) != (None, None))
 
 
 def _joined(dtypes: Iterable[str]) -> str | None:
