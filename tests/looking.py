@@ -66,8 +66,8 @@ def assert_where_agrees(model, optimizer, snapshot: Snapshot, names) -> None:
     for name in names:
         found = where(model, name, optimizer)
         assert found.holdings, name
-        for kind in {h.kind for h in found.holdings}:
-            runs = [h for h in found.holdings if h.kind == kind]
+        for kind, cut in {(h.kind, h.cut) for h in found.holdings}:
+            runs = [h for h in found.holdings if (h.kind, h.cut) == (kind, cut)]
             numel = snapshot.layout.spec(name).numel
             covered = sorted((h.start, h.stop) for h in runs)
             assert covered[0][0] == 0

@@ -300,13 +300,13 @@ def test_all_faults_of_a_file_come_in_one_error():
     }
 
 
-def test_a_stage_that_cannot_run_is_told_with_other_faults_but_can_be_loaded():
+def test_stage_3_with_offload_to_nowhere_is_fine_and_to_the_cpu_a_clear_not_yet():
+    nowhere = {"stage": 3, "offload_param": {"device": "none"}, "offload_optimizer": {"device": None}}
+    assert load_config({"zero_optimization": nowhere}).zero_optimization.stage == 3
     offload = {"stage": 3, "offload_param": {"device": "cpu"}}
     assert faults_of({"zero_optimization": offload}).splitlines()[1:] == [
         '  zero_optimization.offload_param.device is "cpu": not supported yet; set it to "none" or drop the section',
-        "  zero_optimization.stage is 3: not supported yet; use one of 0, 1, 2",
     ]
-    assert load_config({"zero_optimization": {"stage": 3}}).zero_optimization.stage == 3
 
 
 def test_whole_numbers_too_long_for_python_to_write_are_named():
@@ -342,7 +342,8 @@ def test_keys_of_loss_scaling_may_stand_in_bf16_and_a_computed_bucket_size_need_
     }
     config = load_config(source)
     assert config.zero_optimization.stage3_prefetch_bucket_size == 0.9 * 768 * 768
-    assert {row.status for row in given_keys(config) if row.key != "bf16.enabled"} == {Status.NO_EFFECT}
+    idle = [row.status for row in given_keys(config) if row.key.startswith("bf16.") and row.key != "bf16.enabled"]
+    assert idle == [Status.NO_EFFECT] * 4
 
 
 def test_null_counts_as_absent():

@@ -110,11 +110,42 @@ def test_what_is_not_known_yet_can_be_left_open_and_is_an_error_in_the_end():
     assert "scheduler.params.warmup_num_steps needs the total number of steps, which is not known" in message
 
 
-def test_stage_3_is_refused_with_the_stages_that_run():
-    message = fault(EXAMPLES / "ds_config_zero3.json", replace(QWEN, total_steps=10, hidden_size=64))
-    assert message.splitlines()[1:] == ["  zero_optimization.stage is 3: not supported yet; use one of 0, 1, 2"]
-    with pytest.raises(ConfigError, match="the command line: 1 fault\n  --zero_stage is 3: not supported yet"):
-        resolve(None, RunArguments(), world_size=1, stage=3)
+def test_the_config_of_stage_3_says_when_a_unit_is_gathered_ahead():
+    resolved = run(EXAMPLES / "ds_config_zero3.json", replace(QWEN, total_steps=10, hidden_size=64))
+    assert (resolved.stage, resolved.options.prefetch_units, resolved.options.max_live_numel) == (3, 1, 10**9)
+    keys = ("max_live_parameters", "prefetch_bucket_size", "param_persistence_threshold")
+    assert [value_of(resolved, f"zero_optimization.stage3_{key}") for key in keys] == [
+        (10**9, "json", "honoured"),
+        (3686, "derived", "honoured"),
+        (640, "derived", "no effect"),
+    ]
+    idle = next(note for note in resolved.notes if note.startswith("no effect here"))
+    assert "stage3_max_reuse_distance" in idle
+    assert "stage3_max_live_parameters" not in idle
+    assert "stage3_prefetch_bucket_size" not in idle
+
+
+@pytest.mark.parametrize("prefix", ["stage3_", ""])
+@pytest.mark.parametrize(("size", "units"), [(0, 0), (0.0, 0), (1, 1), (5e7, 1), ("auto", 1), (None, 1)])
+def test_a_prefetch_bucket_of_0_gathers_nothing_ahead_under_either_name(prefix, size, units):
+    zero = {"stage": 3, f"{prefix}prefetch_bucket_size": size, f"{prefix}max_live_parameters": 7}
+    options = run({"zero_optimization": zero}, RunArguments(hidden_size=1)).options
+    assert (options.prefetch_units, options.max_live_numel) == (units, 7)
+
+
+def test_keys_of_stage_3_have_no_effect_at_another_stage():
+    zero = {"stage": 2, "stage3_max_live_parameters": 1e9, "prefetch_bucket_size": 0}
+    resolved = run({"zero_optimization": zero})
+    assert value_of(resolved, "zero_optimization.stage3_max_live_parameters") == (10**9, "json", "no effect")
+    assert value_of(resolved, "zero_optimization.prefetch_bucket_size") == (0, "json", "no effect")
+    assert "no effect here: zero_optimization (stage3_max_live_parameters, prefetch_bucket_size)" in resolved.notes
+
+
+def test_a_stage_that_does_not_exist_is_refused():
+    with pytest.raises(
+        ConfigError, match="the command line: 1 fault\n  --zero_stage is 4; it must be one of 0, 1, 2, 3"
+    ):
+        resolve(None, RunArguments(), world_size=1, stage=4)
 
 
 def test_values_that_depend_on_the_hidden_size():
@@ -524,11 +555,11 @@ def test_a_scheduler_section_says_what_it_overrules():
 def test_arguments_from_python_are_not_called_flags():
     python = replace(given(learning_rate=1e-5, fp16=True, optim="sgd"), from_command=False)
     source = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR"}}
-    text = fault(source, python, stage=3)
+    text = fault(source, python)
     assert text.startswith("the DeepSpeed config contradicts the training arguments in 2 values; ")
     assert 'write "auto" in the JSON, or leave the argument out:' in text
     assert "argument's value" in text
-    with pytest.raises(ConfigError, match="the training arguments: 2 faults\n  zero_stage is 3") as caught:
-        resolve(None, python, world_size=1, stage=3)
+    with pytest.raises(ConfigError, match="the training arguments: 2 faults\n  zero_stage is 4") as caught:
+        resolve(None, python, world_size=1, stage=4)
     for said in (text, str(caught.value)):
         assert not any(word in said for word in ("--", "flag", "command line"))

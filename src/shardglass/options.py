@@ -58,9 +58,6 @@ STAGES = {
     3: Stage(number=3, shards_state=True, shards_grads=True, shards_params=True),
 }
 
-RUNNABLE_STAGES = (0, 1, 2)
-"""Stages that configs, plans and the Trainer offer today; ``shard()`` runs all of ``STAGES``."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:

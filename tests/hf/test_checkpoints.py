@@ -52,7 +52,7 @@ def run(folder, resume=None, **given):
     result = {
         "loss": history(trainer),
         "lr": history(trainer, "learning_rate"),
-        "weights": {name: w.clone() for name, w in trainer.model.state_dict().items()},
+        "weights": trainer.handle.full_state_dict(),
         "steps": trainer.state.global_step,
     }
     trainer.accelerator.free_memory()

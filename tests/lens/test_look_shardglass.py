@@ -51,9 +51,39 @@ def through_a_step(rank, world_size, stage, dtype):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_moment_of_a_step_is_as_the_layout_says(world_size, stage):
     run_ranks(world_size, through_a_step, stage, "bfloat16" if stage == 2 else "float32")
+
+
+def of_stage_3(rank, world_size):
+    model = tiny_causal_lm()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    handle, optimizer = make(model, stage=3, groups=two_groups, param_dtype="bfloat16")
+    freed = steady_look(model, optimizer)
+    model(input_ids=tokens(rank), labels=tokens(rank))  # the head stays whole for its backward
+    one_unit = steady_look(model, optimizer)
+    with handle.gathered():
+        everything = steady_look(model, optimizer)
+        assert_where_agrees(model, optimizer, everything, [UP, "model.embed_tokens.weight"])
+    assert [row.status for row in freed.params] == ["freed"] * len(freed.params)
+    assert {row.name for row in one_unit.params if row.status == "whole"} == {"model.norm.weight", "lm_head.weight"}
+    assert [row.status for row in everything.params] == ["whole"] * len(freed.params)
+    kept = [(h.attribute, h.cut) for h in freed.held if h.kind == "param"]
+    assert kept == [("handle.buffers[0].kept", True)]  # of what is trained there is the master alone
+    assert len([h for h in everything.held if h.attribute.endswith(".whole")]) == len(handle.buffers)
+    memory = {row.category: row.nbytes for row in freed.memory}
+    assert memory["parameters"] == handle.layout.buffers[0].shard_numel * 2
+    assert everything.memory[0].nbytes == memory["parameters"] + sum(b.numel * 2 for b in handle.layout.buffers)
+    found = where(freed, UP)
+    assert {h.kind for h in found.holdings} == {"master"}
+    assert repr(found).splitlines()[0].endswith(", units; here: freed")
+    assert "FreedParameter(shape=(56, 32)): in the ranks' shards" in repr(model.model.layers[0].mlp.up_proj.weight)
+    handle.close()
+
+
+def test_at_stage_3_what_is_whole_is_shown_while_it_is():
+    run_ranks(2, of_stage_3)
 
 
 def aliases(rank, world_size):

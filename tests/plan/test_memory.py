@@ -42,13 +42,14 @@ class Run:
 
 def covered(world_size):
     """Stage, dtype and accumulation in every combination; other settings one after the other, some on 2 ranks alone."""
+    stages = (0, 1, 2, 3) if world_size == 2 else (0, 2, 3)
     runs = [
         Run(options=EngineOptions(stage=stage, param_dtype=dtype), steps=steps, locally=locally)
-        for stage in (0, 1, 2)
+        for stage in stages
         for dtype in ("float32", "bfloat16")
         for steps, locally in (((1, 1), False), ((3, 3), False), ((3, 3), True))
     ]
-    for stage in (0, 1, 2):
+    for stage in stages:
         bf16 = EngineOptions(stage=stage, param_dtype="bfloat16")
         wide = EngineOptions(stage=stage, param_dtype="bfloat16", reduce_dtype="float32")
         narrow = EngineOptions(stage=stage, param_dtype="bfloat16", accum_dtype="bfloat16")
@@ -215,6 +216,23 @@ def test_what_each_stage_cuts():
     assert planned_bytes(layout, EngineOptions(stage=1), 0, optimizer=ADAMW) == cut
 
 
+def test_stage_3_keeps_master_weights_alone_and_gathers_a_unit_and_the_next():
+    layout = two_blocks(2)  # units of 64, 192 and 192 elements
+    sharded, whole = (planned_bytes(layout, EngineOptions(stage=s), 0, optimizer=ADAMW) for s in (3, 2))
+    assert sharded == whole | {"parameters": 0}
+    fp32 = two_blocks(2, "float32")
+    assert planned_bytes(fp32, EngineOptions(stage=3), 0, optimizer=ADAMW)["master weights"] == (96 + 96 + 32) * 4
+    for given, numel in (
+        ({}, 192 + 192),
+        ({"prefetch_units": 0}, 192),
+        ({"prefetch_units": 2}, 64 + 192 + 192),
+        ({"max_live_numel": 383}, 64 + 192),
+        ({"max_live_numel": 0}, 192),
+    ):
+        assert memory.gathered_bytes(layout, EngineOptions(stage=3, **given)) == numel * 2, given
+        assert memory.gathered_bytes(layout, EngineOptions(stage=2, **given)) == 0
+
+
 def test_a_local_sum_costs_a_whole_gradient_in_the_accumulation_dtype_and_saves_flats():
     layout, options = two_blocks(2), EngineOptions(stage=1)
     shape = StepShape(micro_batches=(4,), accumulates_locally=True)
@@ -243,6 +261,8 @@ def test_frozen_parameters_cost_themselves_alone():
     ]
     both = planned_bytes(units_layout(specs, 1), EngineOptions(), 0, optimizer=ADAMW)
     one = planned_bytes(units_layout(specs[:1], 1), EngineOptions(), 0, optimizer=ADAMW)
+    sharded = planned_bytes(units_layout(specs, 1), EngineOptions(stage=3), 0, optimizer=ADAMW)
+    assert sharded["parameters"] == 32 * 2  # the frozen one; of the other there is the master
     assert both.pop("parameters") == (32 + 32) * 2
     assert one.pop("parameters") == 32 * 2
     assert both == one

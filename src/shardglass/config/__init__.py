@@ -7,7 +7,7 @@ is left to ``shardglass.resolve``.
 """
 
 from shardglass.config.keys import Status
-from shardglass.config.load import GivenKey, given_keys, load_config, stage_fault
+from shardglass.config.load import GivenKey, given_keys, load_config
 from shardglass.config.readers import AUTO, Auto
 from shardglass.config.schema import KnownKey, known_keys
 from shardglass.config.sections import DeepSpeedConfig
@@ -22,5 +22,4 @@ __all__ = [
     "given_keys",
     "known_keys",
     "load_config",
-    "stage_fault",
 ]

@@ -14,14 +14,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shardglass.config.keys import Section, Status
-from shardglass.config.readers import stage_number
 from shardglass.config.schema import KeyPath, all_paths, dotted, names_at, rule_of
 from shardglass.config.sections import DeepSpeedConfig
 from shardglass.config.source import Json, read_source
 from shardglass.config.types import OPTIMIZERS, SCHEDULERS, TypeRow
 from shardglass.config.zero import TWINS
 from shardglass.errors import ConfigError, nearest, suggestion
-from shardglass.options import RUNNABLE_STAGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +53,7 @@ def load_config(
         The config; ``auto`` values are still in it.
 
     Raises:
-        ConfigError: Names every fault of the file with its key. A stage that cannot run is told with them, but is no
-            fault by itself: it can be planned for.
+        ConfigError: Names every fault of the file with its key.
     """
     tree, name = read_source(source)
     faults = [*_type_faults(tree), *_twin_faults(tree)]
@@ -69,7 +66,6 @@ def load_config(
         faults += [f"{dotted(path)}: unknown key{_hint(path)}" for path in unknown]
     faults += more if planning else [*more, *later.values()]
     if config is None or faults:
-        faults += _stage_faults(tree)
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise ConfigError(f"{name}: {count}\n" + "\n".join(f"  {fault}" for fault in faults))
     config._source = name
@@ -81,18 +77,6 @@ def load_config(
 def given_keys(config: DeepSpeedConfig) -> tuple[GivenKey, ...]:
     """Return every key that the file gives, in the order of the schema; null counts as absent."""
     return tuple(_given(config, ()))
-
-
-def stage_fault(key: str, number: int) -> str | None:
-    """Say that a stage cannot run yet; None if it can.
-
-    Args:
-        key: The key or the flag that asks for it.
-        number: The stage.
-    """
-    if number in RUNNABLE_STAGES:
-        return None
-    return f"{key} is {number}: not supported yet; use one of {', '.join(str(stage) for stage in RUNNABLE_STAGES)}"
 
 
 def _given(section: Section, path: KeyPath) -> Iterator[GivenKey]:
@@ -219,17 +203,3 @@ def _twin_faults(tree: Json) -> list[str]:
         given = [(twin, name) for twin, name in TWINS.items() if None not in (zero.get(twin), zero.get(name))]
         faults += [f"zero_optimization.{twin}: a second name of {name}, which is given too" for twin, name in given]
     return faults
-
-
-def _stage_faults(tree: Json) -> list[str]:
-    """The fault of a stage that cannot run, to be told with the others; unreadable ones are told already."""
-    zero = tree.get("zero_optimization")
-    value = zero.get("stage") if isinstance(zero, dict) else None
-    if value is None:
-        return []
-    try:
-        number = int(str(stage_number(value)))
-    except ValueError:
-        return []
-    fault = stage_fault("zero_optimization.stage", number)
-    return [fault] if fault else []

@@ -70,8 +70,9 @@ class ParamBuffer:
             p.data = view
         self.master = self._make_master(staging) if layout.trainable else None
         self._freed: list[type] = []  # the class of each parameter without values, see ``freed``
-        if not self.keeps_whole and not layout.trainable:
-            self.kept = self.own_part().clone()
+        if not self.keeps_whole:
+            self.kept = None if layout.trainable else self.own_part().clone()
+            self.whole.untyped_storage().resize_(0)  # at once: the units after this one are still whole as loaded
 
     def _make_master(self, staging: Tensor) -> Tensor:
         """The master weights of this rank, from the numbers before the cast."""

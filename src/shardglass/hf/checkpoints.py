@@ -126,6 +126,7 @@ class CheckpointMixin:
     lr_scheduler: Any
     train_dataset: Any
     _sharded_model: nn.Module | None
+    _whole: dict[str, Tensor] | None = None  # while it is being saved
     _mine: list[Path]  # this run's checkpoints and those it goes on from, oldest first
 
     # ---- resuming ----
@@ -191,7 +192,8 @@ class CheckpointMixin:
         best = Path(self.state.best_model_checkpoint)
         if (best / MANIFEST).is_file():
             load_checkpoint(self._engine(), best, weights_only=True)
-        else:
+            return
+        with self._engine().gathered(modifier_rank=0):  # from save_only_model: the Trainer fills a whole model
             super()._load_best_model()  # type: ignore[misc]
 
     def _engine(self) -> Handle:
@@ -239,9 +241,9 @@ class CheckpointMixin:
             self.args.save_total_limit = limit
 
     def _write_model(self, folder: Path) -> None:
-        """Weights, config, tokenizer and the Trainer's state, by the rank that saves."""
+        """Weights, config, tokenizer and the Trainer's state, by the rank that saves; collective."""
+        self._save(str(folder))
         if self.args.should_save:
-            self._save(str(folder))
             self._export_callbacks()
             self.state.save_to_json(str(folder / STATE))
 
@@ -261,14 +263,34 @@ class CheckpointMixin:
         one = {name: states[0] if len(states) == 1 else states for name, states in exported.items()}
         self.state.stateful_callbacks = one
 
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Save the whole model for ``from_pretrained()``; call it on every rank.
+
+        Args:
+            output_dir: Where; None is the run's folder.
+            args: The Trainer's.
+            kwargs: The Trainer's.
+        """
+        self._whole = self._whole_model()  # before some release of the Trainer leaves all ranks but one out
+        try:
+            super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._whole = None
+
+    def _whole_model(self) -> dict[str, Tensor] | None:
+        """The whole weights on the rank that saves; None for a model that is not sharded here. Collective."""
+        if self.handle is None or self.handle.closed or self._sharded_model is not self.model:
+            return None
+        return self.handle.full_state_dict(rank0_only=not self.args.save_on_each_node)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save model and tokenizer; a failure leaves what the folder held: write beside, then move file by file."""
+        if state_dict is None:
+            state_dict = self._whole_model() if self._whole is None else self._whole
         if not self.args.should_save:
             return
         target = Path(output_dir if output_dir is not None else self.args.output_dir)
         target.mkdir(parents=True, exist_ok=True)
-        if state_dict is None and self.handle is not None and self._sharded_model is self.model:
-            state_dict = self.handle.full_state_dict()
         beside = Path(tempfile.mkdtemp(prefix=_SAVING, dir=target))
         try:
             super()._save(str(beside), state_dict=state_dict)  # type: ignore[misc]

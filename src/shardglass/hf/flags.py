@@ -69,7 +69,7 @@ class LoraArguments:
 class EngineFlags:
     """What ``ZeroTrainingArguments`` adds to transformers' training arguments."""
 
-    zero_stage: int | None = _flag(None, "ZeRO stage: 0, 1 or 2. Default: the config's, or 2 without a config.")
+    zero_stage: int | None = _flag(None, "ZeRO stage: 0, 1, 2 or 3. Default: the config's, or 2 without a config.")
     model_max_length: int = _flag(2048, "Tokens after which a sample is cut.")
     warmup_ratio: float = _flag(0.0, "Share of all steps that warm up, rounded up; --warmup_steps goes first.")
     skip_nonfinite: bool = _flag(_ENGINE.skip_nonfinite, "Skip a step whose gradient is inf or nan on any rank.")

@@ -179,6 +179,8 @@ def _with_config(setup: Setup, flags: PlanFlags, config: DeepSpeedConfig, resolv
         dtype=setup.dtype if setup.dtype == "float16" else resolved.param_dtype,
         reduce_dtype=resolved.reduce_dtype,
         accum_dtype=resolved.accum_dtype,
+        prefetch_units=resolved.options.prefetch_units,
+        max_live_numel=resolved.options.max_live_numel,
         optimizer=optimizer,
         num_groups=num_groups,
         micro_batch=resolved.batch.micro,
@@ -187,7 +189,7 @@ def _with_config(setup: Setup, flags: PlanFlags, config: DeepSpeedConfig, resolv
 
 
 def _resolved(flags: PlanFlags, config: DeepSpeedConfig, setup: Setup) -> Resolved:
-    """Config and flags together, as before a run; the stage is decided apart, since a plan knows all of them."""
+    """Config and flags together, as before a run."""
     given = {
         "per_device_train_batch_size": flags.micro_batch,
         "gradient_accumulation_steps": flags.accumulation,
@@ -199,10 +201,7 @@ def _resolved(flags: PlanFlags, config: DeepSpeedConfig, setup: Setup) -> Resolv
         bf16=setup.dtype == "bfloat16",
         explicit=frozenset(name for name, value in given.items() if value is not None),
     )
-    zero = config.zero_optimization
-    without_stage = None if zero is None else zero.model_copy(update={"stage": None})
-    config = config.model_copy(update={"zero_optimization": without_stage})
-    return resolve(config, args, world_size=setup.world_size, final=False)
+    return resolve(config, args, world_size=setup.world_size, stage=setup.stage, final=False)
 
 
 def _stage_in(config: DeepSpeedConfig | None) -> int | None:
@@ -356,7 +355,7 @@ def planned_engine(run: RunToPlan) -> PlannedEngine:
     facts, setup = _facts_and_setup(run)
     return PlannedEngine(
         layout=units_layout(facts.params, setup.world_size),
-        options=PlannedOptions(stage=setup.stage, reduce_dtype=setup.reduce_dtype, accum_dtype=setup.accum_dtype),
+        options=setup.options,
         optimizer=setup.optimizer,
     )
 
@@ -386,6 +385,8 @@ def _facts_and_setup(run: RunToPlan) -> tuple[ModelFacts, Setup]:
         dtype=dtype,
         reduce_dtype=run.resolved.reduce_dtype,
         accum_dtype=run.resolved.accum_dtype,
+        prefetch_units=run.resolved.options.prefetch_units,
+        max_live_numel=run.resolved.options.max_live_numel,
         optimizer=optimizer_kind(run.optim, num_groups=2) if spec is None else _kind_of(run.resolved, 1),
         num_groups=num_groups,
         micro_batch=run.resolved.batch.micro,

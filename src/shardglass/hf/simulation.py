@@ -22,7 +22,7 @@ from shardglass.engine.shard import shard_over
 from shardglass.errors import ConfigError, ModelError, ShardglassError, UsageError
 from shardglass.hf.meta import FoundConfig, group_parameters
 from shardglass.lens.moments import MomentPeaks
-from shardglass.options import RUNNABLE_STAGES, EngineOptions
+from shardglass.options import EngineOptions
 from shardglass.plan.setup import Setup
 from shardglass.plan.simulation import SimulatedMoment, Simulation
 from shardglass.plan.stages import Category
@@ -42,12 +42,11 @@ def simulate(found: FoundConfig, setup: Setup, *, rank: int) -> Simulation:
         rank: Which rank.
 
     Raises:
-        ConfigError: The stage or dtype cannot be run.
+        ConfigError: The dtype cannot be run.
         ModelError: The model cannot be stepped without values.
     """
-    if setup.stage not in RUNNABLE_STAGES or setup.dtype == "float16":
-        what = f"stage {setup.stage}" if setup.stage not in RUNNABLE_STAGES else "float16"
-        raise ConfigError(f"--simulate runs the engine, which cannot run {what} yet; plan without it")
+    if setup.dtype == "float16":
+        raise ConfigError("--simulate runs the engine, which cannot run float16 yet; plan without it")
     device = "cuda" if setup.device == "cuda" and torch.backends.cuda.is_built() else "cpu"
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
         try:
@@ -112,6 +111,8 @@ def _sharded(model: Any, setup: Setup, rank: int) -> Handle:
         param_dtype=setup.dtype,
         reduce_dtype=setup.reduce_dtype,
         accum_dtype=setup.accum_dtype,
+        prefetch_units=setup.prefetch_units,
+        max_live_numel=setup.max_live_numel,
     )
     links = SimulatedLinks(rank, setup.world_size, "nccl" if setup.device == "cuda" else "gloo")
     return shard_over(links, model, kind(made), options=options)

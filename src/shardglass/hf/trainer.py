@@ -5,8 +5,9 @@ skipped steps. Leaves checkpoints to ``checkpoints``, arguments to ``arguments``
 training itself to the Trainer.
 
 [Note: what is overridden] Accelerate must neither wrap the model in DDP nor install autocast: the model is marked
-as prepared (the one attribute of ours on a user's object) and the Accelerator is made with mixed_precision "no",
-since only parameters are cast. Everything else is a documented Trainer method.
+as prepared and the Accelerator is made with mixed_precision "no", since only parameters are cast. Beside that mark the
+only thing of ours on a user's object is that of ``generation``, at stage 3. Everything else is a documented Trainer
+method.
 """
 
 import itertools
@@ -35,6 +36,7 @@ from shardglass.errors import ConfigError, UsageError
 from shardglass.hf.arguments import ZeroTrainingArguments, check_plain_arguments
 from shardglass.hf.checkpoints import CheckpointMixin
 from shardglass.hf.flags import optim_fault
+from shardglass.hf.generation import keep_ranks_together
 from shardglass.hf.losses import NonFiniteLossCallback
 from shardglass.hf.schedule import ConfigSchedule
 from shardglass.options import EngineOptions
@@ -150,6 +152,7 @@ class ZeroMixin(CheckpointMixin):
         self.handle = shard(wanted, optimizer, options=self.engine_options())
         self._sharded_model = wanted
         wanted._is_accelerate_prepared = True  # see [Note: what is overridden]
+        keep_ranks_together(wanted, self.handle)
         self._compile_units()
         return self.optimizer
 

@@ -33,8 +33,9 @@ def check(snapshot: "Snapshot") -> tuple[SnapshotChange, ...]:
     found: list[SnapshotChange] = []
     for b, held_here in by_buffer.items():
         slices = slices_in(snapshot.layout, b, snapshot.rank)
-        for kind in dict.fromkeys(h.kind for h in held_here):
-            found += _check_kind(snapshot.layout, b, [h for h in held_here if h.kind == kind], slices)
+        for kind, cut in dict.fromkeys((h.kind, h.cut) for h in held_here):
+            members = [h for h in held_here if (h.kind, h.cut) == (kind, cut)]
+            found += _check_kind(snapshot.layout, b, members, slices)
         for held in held_here:
             if held.kind == "param" and held.view is not None:
                 found += _check_views(snapshot, held, held.view, rows, slices)
@@ -46,7 +47,7 @@ def check(snapshot: "Snapshot") -> tuple[SnapshotChange, ...]:
 
 
 def _check_kind(layout: Layout, b: int, held: list[Held], slices: tuple[Slice, ...]) -> Iterator[SnapshotChange]:
-    """All tensors of one kind of one buffer: they must fit in it, and have every slice of this rank.
+    """All tensors of one kind of one buffer, or of its shard: they must fit, and have every slice of this rank.
 
     Gradients and optimizer states may be missing for single parameters (unused ones), weights may not.
     """

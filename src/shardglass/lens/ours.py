@@ -5,7 +5,11 @@ Owns nothing that the handle does not know: layout, tensors and bytes are its ow
 
 from typing import Any
 
+from torch import Tensor
+
+from shardglass.engine.freed import FreedParameter
 from shardglass.engine.handle import Handle
+from shardglass.layout import slices_of
 from shardglass.lens.reading import ParamTensor, Reading, Root, named, own_grad
 
 
@@ -17,14 +21,14 @@ def read_handle(handle: Handle) -> Reading:
     """
     params = []
     for names, param in named(handle.model, clean=False):
-        shape = handle.layout.spec(names[0]).shape
         params.append(
             ParamTensor(
                 name=names[0],
                 aliases=tuple(names[1:]),
                 param=param,
-                shape=shape,
-                status="whole" if tuple(param.shape) == shape else "freed",
+                shape=handle.layout.spec(names[0]).shape,
+                status="freed" if isinstance(param, FreedParameter) else "whole",
+                shard=_kept(handle, names[0]),
                 grad=own_grad(param),
             )
         )
@@ -44,3 +48,11 @@ def read_handle(handle: Handle) -> Reading:
         memory=handle.memory(),
         device=params[0].param.device,
     )
+
+
+def _kept(handle: Handle, name: str) -> Tensor | None:
+    """This rank's part of a frozen parameter, where the stage shards parameters."""
+    b, _ = handle.layout.find(name)
+    kept = handle.buffers[b].kept
+    mine = slices_of(handle.layout, name, handle.rank)
+    return None if kept is None or not mine else kept[mine[0].offset : mine[-1].offset + mine[-1].length]

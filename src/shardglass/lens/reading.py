@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardglass.engine.freed import FreedParameter
 from shardglass.engine.inventory import HeldTensor
 from shardglass.engine.placeholder import GradientElsewhere
 from shardglass.engine.units import dtype_name
@@ -187,6 +188,8 @@ class Storages:
         Returns:
             None for a tensor without memory.
         """
+        if isinstance(tensor, FreedParameter):
+            return None
         plain = as_plain(tensor)
         if plain.is_meta or not plain.numel():
             return None

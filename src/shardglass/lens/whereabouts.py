@@ -101,7 +101,8 @@ class Whereabouts:
         for size in self.shape:
             numel *= size
         group = "frozen" if not self.trainable else "in no group" if self.group is None else f"group {self.group}"
-        seen = "" if self.status in (None, "whole") else f"; param.shape is {self.seen} here: {self.status}"
+        shown = "" if self.seen == self.shape else f"param.shape is {self.seen} "
+        seen = "" if self.status in (None, "whole") else f"; {shown}here: {self.status}"
         lines = [f"{self.name}  {self.shape} = {numel:,} elements, {self.dtype}, {group}, {self.scheme}{seen}"]
         for h in self.holdings:
             place = "shard" if h.cut else "buffer"

@@ -101,7 +101,7 @@ MODEL_CHANGES = {
         cls="shardglass.engine.handle.Handle",
         inner=None,
         does="puts parameters in flat buffers, one per unit, reduces gradients to shards in hooks and gathers updated "
-        "parameters; the model's class and attributes stay as they are",
+        "parameters, at stage 3 before each use; the model's class and attributes stay as they are",
         when="in train(), by ZeroTrainer.create_optimizer, before _wrap_model and accelerator.prepare(), which then "
         "leave the model alone",
     ),

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from shardglass.layout import Layout, units_layout
-from shardglass.options import RUNNABLE_STAGES, STAGES
+from shardglass.options import STAGES
 from shardglass.plan.model import ModelFacts
-from shardglass.plan.setup import GIB, Setup, runs_today
+from shardglass.plan.setup import GIB, Setup
 from shardglass.plan.stages import EngineSide, StagePlan, engine_side, stage_plan
 
 MOST_RANKS = 4096
@@ -32,13 +32,11 @@ class FitOption:
         world_size: Number of ranks.
         stage: The lowest stage that fits there.
         recomputes: Whether it needs gradient checkpointing.
-        runs: Whether the engine runs the stage today.
     """
 
     world_size: int
     stage: int
     recomputes: bool
-    runs: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +62,8 @@ class Fit:
     Attributes:
         memory: Bytes that a rank may use.
         fits: Whether the planned run fits.
-        options: The smallest runs that fit with the micro-batch asked for: at a stage that runs today and at any, as
-            asked and with gradient checkpointing; one that another one beats in every way is left out.
+        options: The smallest runs that fit with the micro-batch asked for: as asked, and with gradient checkpointing if
+            that takes fewer ranks.
         rows: What fits on several numbers of ranks, as asked.
     """
 
@@ -98,8 +96,6 @@ def find_fit(facts: ModelFacts, setup: Setup, memory: int) -> Fit:
 def smallest_fit(facts: ModelFacts, setup: Setup, memory: int, *, stage: int | None = None) -> Setup:
     """The setup on as few ranks as fit, at the lowest stage that does; unchanged if none fits.
 
-    A stage that runs today goes before one that is only planned.
-
     Args:
         facts: The model.
         setup: The planned run; its world size does not count.
@@ -107,11 +103,8 @@ def smallest_fit(facts: ModelFacts, setup: Setup, memory: int, *, stage: int | N
         stage: The only stage to try; None for all.
     """
     fits = _trial(facts, setup, memory)
-    for stages in ((stage,),) if stage is not None else (RUNNABLE_STAGES, tuple(STAGES)):
-        found = _smallest(setup, fits, stages)
-        if found is not None:
-            return replace(setup, world_size=found.world_size, stage=found.stage)
-    return setup
+    found = _smallest(setup, fits, tuple(STAGES) if stage is None else (stage,))
+    return setup if found is None else replace(setup, world_size=found.world_size, stage=found.stage)
 
 
 def _trial(facts: ModelFacts, setup: Setup, memory: int) -> Trial:
@@ -129,19 +122,13 @@ def _trial(facts: ModelFacts, setup: Setup, memory: int) -> Trial:
 
 
 def _options(setup: Setup, fits: Trial) -> list[FitOption]:
-    """The smallest runs, each better in something than those before it."""
+    """The smallest run as asked, and the smallest one that recomputes if that takes fewer ranks."""
     found: list[FitOption] = []
     for recomputes in (False, True) if not setup.recomputes else (True,):
-        for stages in (RUNNABLE_STAGES, tuple(STAGES)):
-            option = _smallest(replace(setup, recomputes=recomputes), fits, stages)
-            if option is not None and not any(_is_no_worse(other, option) for other in found):
-                found.append(option)
+        option = _smallest(replace(setup, recomputes=recomputes), fits, tuple(STAGES))
+        if option is not None and all(option.world_size < other.world_size for other in found):
+            found.append(option)
     return found
-
-
-def _is_no_worse(one: FitOption, other: FitOption) -> bool:
-    """Whether ``other`` has nothing to offer beside ``one``."""
-    return one.world_size <= other.world_size and one.runs >= other.runs and one.recomputes <= other.recomputes
 
 
 def _smallest(setup: Setup, fits: Trial, stages: tuple[int, ...]) -> FitOption | None:
@@ -149,7 +136,7 @@ def _smallest(setup: Setup, fits: Trial, stages: tuple[int, ...]) -> FitOption |
     for world in _worlds(setup.ranks_per_node):
         for stage in stages:
             if fits(replace(setup, world_size=world, stage=stage)):
-                return FitOption(world_size=world, stage=stage, recomputes=setup.recomputes, runs=runs_today(stage))
+                return FitOption(world_size=world, stage=stage, recomputes=setup.recomputes)
     return None
 
 
@@ -187,8 +174,7 @@ def verdict(setup: Setup, stage: StagePlan, fit: Fit) -> str:
     )
     if not fit.fits:
         return f"does not fit: {what}, {gib(stage.total - fit.memory)} too much"
-    later = "" if stage.runs else f"; the engine does not run stage {setup.stage} yet"
-    return f"fits: {what}, {gib(fit.memory - stage.total)} free{later}"
+    return f"fits: {what}, {gib(fit.memory - stage.total)} free"
 
 
 def count_of(count: int, noun: str) -> str:

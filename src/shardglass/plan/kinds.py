@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardglass.errors import InvariantError
-from shardglass.options import STAGES, Stage
+from shardglass.options import STAGES, EngineOptions, Stage
+
+_ENGINE = EngineOptions()
 
 
 class Sharding(Protocol):
@@ -27,6 +29,14 @@ class Sharding(Protocol):
     def accum_dtype(self) -> str:
         """What gradients are accumulated in."""
 
+    @property
+    def prefetch_units(self) -> int:
+        """How many units are gathered ahead of their use."""
+
+    @property
+    def max_live_numel(self) -> int | None:
+        """Elements of whole parameters beyond which no unit is gathered ahead; None sets no limit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedOptions:
@@ -36,11 +46,15 @@ class PlannedOptions:
         stage: 0 to 3.
         reduce_dtype: dtype gradients travel in; None means the parameter's.
         accum_dtype: dtype gradients are accumulated in.
+        prefetch_units: Units gathered ahead of their use, at a stage that gathers them.
+        max_live_numel: Elements of whole parameters there beyond which no unit is gathered ahead; None sets no limit.
     """
 
     stage: int
     reduce_dtype: str | None = None
     accum_dtype: str = "float32"
+    prefetch_units: int = _ENGINE.prefetch_units
+    max_live_numel: int | None = _ENGINE.max_live_numel
 
     @property
     def rules(self) -> Stage:

@@ -109,15 +109,27 @@ def _param_numel(buffer: Buffer, options: Sharding) -> int:
 
 
 def gathered_bytes(layout: Layout, options: Sharding) -> int:
-    """Whole parameters at a stage that gathers them for use: the unit in use and the one prefetched behind it.
+    """Whole parameters at a stage that gathers them for use: the unit in use and what is gathered ahead.
 
-    The largest sum of two neighbouring units, since the order of use is the layout's in forward and the reverse in
-    backward. 0 at stages that keep parameters whole. Not in ``planned_bytes``: it lasts for a part of the step.
+    The most over all units, since the order of use is the layout's in forward and the reverse in backward. 0 at stages
+    that keep parameters whole. Not in ``planned_bytes``: it lasts for a part of the step.
     """
     if not options.rules.shards_params:
         return 0
-    units = [sum(b.numel * b.itemsize for b in group) for _, group in groupby(layout.buffers, key=lambda b: b.unit)]
-    return max((a + b for a, b in zip(units, [*units[1:], 0], strict=True)), default=0)
+    groups = [list(buffers) for _, buffers in groupby(layout.buffers, key=lambda b: b.unit)]
+    units = [(sum(b.numel for b in group), sum(b.numel * b.itemsize for b in group)) for group in groups]
+    orders = (units, units[::-1])
+    return max((_live_bytes(order[k:], options) for order in orders for k in range(len(order))), default=0)
+
+
+def _live_bytes(units: Sequence[tuple[int, int]], options: Sharding) -> int:
+    """Bytes that are whole while the first of ``units`` is in use, each given as (elements, bytes)."""
+    live, size = units[0]
+    for numel, nbytes in units[1 : 1 + options.prefetch_units]:
+        if options.max_live_numel is not None and live + numel > options.max_live_numel:
+            break
+        live, size = live + numel, size + nbytes
+    return size
 
 
 def _state_numel(buffer: Buffer, options: Sharding) -> int:
@@ -126,7 +138,7 @@ def _state_numel(buffer: Buffer, options: Sharding) -> int:
 
 
 def _master_bytes(buffer: Buffer, options: Sharding) -> int:
-    """A copy in the master dtype of the part whose state is here; none if whole parameters have that dtype too."""
+    """A copy in the master dtype of the part whose state is here; none if parameters that stay have that dtype."""
     master = master_dtype(buffer.dtype)
     is_view = master == buffer.dtype and not options.rules.shards_params
     return 0 if is_view else _state_numel(buffer, options) * DTYPE_BYTES[master]

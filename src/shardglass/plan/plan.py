@@ -28,7 +28,7 @@ from shardglass.plan.stages import (
     stage_plan,
 )
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

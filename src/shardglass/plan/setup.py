@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardglass.errors import UsageError
-from shardglass.options import DTYPE_BYTES, RUNNABLE_STAGES, STAGES
+from shardglass.options import DTYPE_BYTES, STAGES, EngineOptions
 from shardglass.plan.activations import ATTENTIONS, Attention
-from shardglass.plan.kinds import OptimizerKind, StepShape
+from shardglass.plan.kinds import OptimizerKind, PlannedOptions, StepShape
 
 Device = Literal["cuda", "cpu"]
 
@@ -54,6 +54,8 @@ class Setup:
         dtype: dtype the model computes in.
         reduce_dtype: dtype gradients travel in; None means ``dtype``.
         accum_dtype: dtype gradients are accumulated in.
+        prefetch_units: Units gathered ahead of their use, at a stage that gathers them.
+        max_live_numel: Elements of whole parameters there beyond which no unit is gathered ahead; None sets no limit.
         optimizer: Class and options of the optimizer.
         num_groups: Optimizer groups: 1, or 2 as the Trainer makes them, with and without weight decay.
         micro_batch: Sequences of a micro-batch on one rank.
@@ -74,6 +76,8 @@ class Setup:
     dtype: str = "bfloat16"
     reduce_dtype: str | None = None
     accum_dtype: str = "float32"
+    prefetch_units: int = EngineOptions().prefetch_units
+    max_live_numel: int | None = EngineOptions().max_live_numel
     optimizer: OptimizerKind = OptimizerKind(name="AdamW", groups=({"fused": True}, {"fused": True}))
     num_groups: int = 2
     micro_batch: int = 1
@@ -123,6 +127,17 @@ class Setup:
         )
 
     @property
+    def options(self) -> PlannedOptions:
+        """The engine's options."""
+        return PlannedOptions(
+            stage=self.stage,
+            reduce_dtype=self.reduce_dtype,
+            accum_dtype=self.accum_dtype,
+            prefetch_units=self.prefetch_units,
+            max_live_numel=self.max_live_numel,
+        )
+
+    @property
     def node_ranks(self) -> int:
         """Ranks of the machine with the most of them."""
         return min(self.world_size, self.ranks_per_node)
@@ -131,8 +146,3 @@ class Setup:
     def itemsize(self) -> int:
         """Bytes of an element of the compute dtype."""
         return DTYPE_BYTES[self.dtype]
-
-
-def runs_today(stage: int) -> bool:
-    """Whether the engine can run a stage, or it can only be planned."""
-    return stage in RUNNABLE_STAGES

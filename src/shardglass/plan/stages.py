@@ -19,11 +19,14 @@ from shardglass.plan.activations import Activations, MicroBatch, activations
 from shardglass.plan.kinds import PlannedOptions
 from shardglass.plan.memory import accum_dtype, gathered_bytes, heaviest_rank, master_dtype, planned_bytes
 from shardglass.plan.model import ModelFacts
-from shardglass.plan.setup import GIB, Setup, runs_today
+from shardglass.plan.setup import GIB, Setup
 
 LOADING, LOSS, BACKWARD, STEP = "loading", "loss", "backward", "step"
 MOMENTS = (LOADING, LOSS, BACKWARD, STEP)
 IN_STEP = (LOSS, BACKWARD, STEP)
+
+GATHERED = "gathered units"
+"""Name of the term for whole parameters at a stage that shards them."""
 
 CONTEXT_BYTES = 3 * GIB // 4
 """Assumed on CUDA, not measured: the context, the kernels' code and cuBLAS's workspaces."""
@@ -70,16 +73,14 @@ class StagePlan:
 
     Attributes:
         stage: The stage.
-        runs: Whether the engine runs it today.
         rank: The rank with the most engine-owned bytes.
-        engine: The engine's own bytes, by category; at stage 3 parameters are the shards.
+        engine: The engine's own bytes, by category; whole parameters of stage 3 are a term of their own.
         terms: All terms of the need but the reserve; ``engine`` is among them.
         activations_known: Whether the model has a form that activations are known for; otherwise they are missing.
         reserve: Bytes for what no form knows.
     """
 
     stage: int
-    runs: bool
     rank: int
     engine: tuple[Category, ...]
     terms: tuple[Term, ...]
@@ -135,7 +136,7 @@ class EngineSide:
 def engine_side(facts: ModelFacts, setup: Setup, layout: Layout, stage: int) -> EngineSide:
     """The engine's side at a stage; the layout is of scheme "units" for the setup's world size."""
     setup = replace(setup, stage=stage)
-    options = PlannedOptions(stage=stage, reduce_dtype=setup.reduce_dtype, accum_dtype=setup.accum_dtype)
+    options = setup.options
     rank, engine = _rank_and_bytes(setup, layout, options)
     return EngineSide(
         stage=stage,
@@ -143,7 +144,7 @@ def engine_side(facts: ModelFacts, setup: Setup, layout: Layout, stage: int) -> 
         engine=tuple(Category(name=name, bytes=size) for name, size in engine.items()),
         gathered=gathered_bytes(layout, options),
         temporaries=_step_temporaries(setup, layout, options, rank),
-        loading=_loading_bytes(facts, layout, options, engine),
+        loading=_loading_bytes(facts, layout, engine),
     )
 
 
@@ -152,7 +153,7 @@ def stage_plan(facts: ModelFacts, setup: Setup, side: EngineSide) -> StagePlan:
     forward = forward_backward(facts, setup)
     terms = [Term(name=_NAMES.get(c.name, c.name), bytes=c.bytes, moments=IN_STEP) for c in side.engine]
     terms.append(Term(name="module buffers", bytes=facts.buffer_bytes, moments=MOMENTS))
-    terms.append(Term(name="gathered units", bytes=side.gathered, moments=(LOSS, BACKWARD)))
+    terms.append(Term(name=GATHERED, bytes=side.gathered, moments=(LOSS, BACKWARD)))
     if forward is not None:
         terms += _forward_terms(forward)
     terms.append(Term(name="a tensor's gradient", bytes=_gradient_in_flight(facts), moments=(BACKWARD,)))
@@ -160,7 +161,6 @@ def stage_plan(facts: ModelFacts, setup: Setup, side: EngineSide) -> StagePlan:
     terms.append(Term(name="model as loaded", bytes=side.loading, moments=(LOADING,)))
     plan = StagePlan(
         stage=side.stage,
-        runs=runs_today(side.stage),
         rank=side.rank,
         engine=side.engine,
         terms=tuple(term for term in terms if term.bytes),
@@ -247,16 +247,14 @@ def _step_temporaries(setup: Setup, layout: Layout, options: PlannedOptions, ran
     return cast + (sum(sizes) if setup.device == "cuda" else 2 * max(sizes))
 
 
-def _loading_bytes(facts: ModelFacts, layout: Layout, options: PlannedOptions, engine: dict[str, int]) -> int:
+def _loading_bytes(facts: ModelFacts, layout: Layout, engine: dict[str, int]) -> int:
     """The model in the checkpoint's dtype turning, unit by unit, into buffers and master weights.
 
     Before the first unit there is the whole model as stored, after the last one the engine's buffers; beside the
-    higher of the two one unit's copies in both dtypes (source: ``engine.buffers.ParamBuffer``). At a stage that shards
-    parameters each unit is read by itself.
+    higher of the two one unit's copies in both dtypes (source: ``engine.buffers.ParamBuffer``).
     """
     stored = DTYPE_BYTES[facts.stored_dtype]
     units = [list(group) for _, group in groupby(layout.buffers, key=lambda buffer: buffer.unit)]
     copies = max(sum(b.numel * (stored + (b.itemsize if b.itemsize != stored else 0)) for b in unit) for unit in units)
     kept = engine["parameters"] + engine["master weights"]
-    before = 0 if options.rules.shards_params else facts.stored_bytes
-    return max(before, kept) + copies
+    return max(facts.stored_bytes, kept) + copies

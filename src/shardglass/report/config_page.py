@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from shardglass.config import KnownKey, Status, known_keys, load_config
 from shardglass.config.types import OPTIMIZERS, SCHEDULERS, TypeRow
+from shardglass.options import STAGES
 from shardglass.resolve import ResolvedValue, RunArguments, resolve
 
 _HEAD = """\
@@ -125,14 +126,22 @@ def _by_type(key: str, said: dict[str, list[str]]) -> str:
 
 
 def _runs() -> Iterator[tuple[str, tuple[ResolvedValue, ...]]]:
-    """A run of every pair of types with nothing but the types given; once more with the old name of bf16."""
+    """A run of every pair of types with nothing but the types given.
+
+    Once more with the old name of bf16, and at the stage where the most keys decide something.
+    """
+    more: tuple[dict[str, object], ...] = (
+        {"bf16": {}},
+        {"bfloat16": {}},
+        {"zero_optimization": {"stage": max(STAGES)}},
+    )
     for optimizer in _supported(OPTIMIZERS):
         for scheduler in _supported(SCHEDULERS):
             # The one key that must be given, where a type takes it.
             params = {"total_num_steps": 100} if "total_num_steps" in (SCHEDULERS[scheduler].params or ()) else {}
             source = {"optimizer": {"type": optimizer}, "scheduler": {"type": scheduler, "params": params}}
-            for bf16 in ("bf16", "bfloat16"):
-                run = resolve(load_config({**source, bf16: {}}), _ARGUMENTS, world_size=1)
+            for given in more:
+                run = resolve(load_config({**source, **given}), _ARGUMENTS, world_size=1)
                 yield f"{optimizer} {scheduler}", run.values
 
 

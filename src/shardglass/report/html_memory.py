@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from shardglass.layout import Layout, units_layout
 from shardglass.options import STAGES
-from shardglass.plan.kinds import PlannedOptions
 from shardglass.plan.memory import planned_bytes
 from shardglass.plan.model import ModelFacts
 from shardglass.plan.setup import Setup
@@ -24,7 +23,6 @@ class StageMemory:
 
     Attributes:
         stage: The stage.
-        runs: Whether the engine runs it today.
         rank: The heaviest rank.
         terms: Its terms; the engine's categories are among them.
         highest: The moment that needs the most.
@@ -35,7 +33,6 @@ class StageMemory:
     """
 
     stage: int
-    runs: bool
     rank: int
     terms: tuple[Term, ...]
     highest: str
@@ -82,7 +79,6 @@ def _stage_memory(facts: ModelFacts, setup: Setup, layout: Layout) -> StageMemor
         accounts[plan.engine] = 0
     return StageMemory(
         stage=plan.stage,
-        runs=plan.runs,
         rank=plan.rank,
         terms=plan.terms,
         highest=plan.highest,
@@ -95,6 +91,6 @@ def _stage_memory(facts: ModelFacts, setup: Setup, layout: Layout) -> StageMemor
 
 def _account(setup: Setup, layout: Layout, rank: int) -> tuple[Category, ...]:
     """The engine's bytes on a rank."""
-    options = PlannedOptions(stage=setup.stage, reduce_dtype=setup.reduce_dtype, accum_dtype=setup.accum_dtype)
+    options = setup.options
     sizes = planned_bytes(layout, options, rank, optimizer=setup.optimizer, shape=setup.shape)
     return tuple(Category(name=name, bytes=size) for name, size in sizes.items())

@@ -167,7 +167,7 @@ def fit_table(plan: Plan, fit: Fit) -> RenderableType:
 
 
 def _stage_titles(plan: Plan) -> list[str]:
-    return [f"stage {stage.stage}{'' if stage.runs else ' (not yet)'}" for stage in plan.stages]
+    return [f"stage {stage.stage}" for stage in plan.stages]
 
 
 def _gib(size: int) -> str:

@@ -108,8 +108,7 @@ def _options(options: Sequence[FitOption], ranks_per_node: int) -> list[str]:
     for option in options:
         nodes = "" if option.world_size <= ranks_per_node else f" on {option.world_size // ranks_per_node} machines"
         recomputing = " with --gradient-checkpointing" if option.recomputes else ""
-        later = "" if option.runs else ", which the engine does not run yet"
-        lines.append(f"{count_of(option.world_size, 'GPU')}{nodes} at stage {option.stage}{recomputing}{later}")
+        lines.append(f"{count_of(option.world_size, 'GPU')}{nodes} at stage {option.stage}{recomputing}")
     return lines or ["no number of GPUs helps"]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from shardglass.plan.fit import gib
 from shardglass.plan.partition import CutLine, Partition
 from shardglass.plan.plan import Plan
+from shardglass.plan.stages import GATHERED
 
 MAKE = "python -m shardglass.hf.zero_page > docs/what-zero-does.md"
 
@@ -144,12 +145,21 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield "| in all | " + " | ".join(gib(stage.engine_bytes) for stage in plan.stages) + " |"
     yield from (
         "",
+        "At stage 3 a weight that is not in use is nowhere but in the ranks' master weights, and is gathered from them "
+        "block by block. While a step runs, the block in use and the next one are whole: "
+        f"{gib(_gathered(plan))} on top at most.",
+        "",
         "Activations come on top and are cut by no stage; `shardglass plan` has them, and `--simulate` runs a step of "
         "the engine on tensors without memory to find the peak. Our engine cuts each block by itself instead of one "
         "line, so that a block's gradients can travel while the next block is still in backward: the bytes are the "
         "same, the boundaries are others (`--scheme units`).",
         "",
     )
+
+
+def _gathered(plan: Plan) -> int:
+    """Bytes of weights that are whole at a time at the stage that shards them."""
+    return sum(term.bytes for stage in plan.stages for term in stage.terms if term.name == GATHERED)
 
 
 def _look(plan: Plan) -> Iterator[str]:

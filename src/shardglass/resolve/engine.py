@@ -4,11 +4,16 @@ Owns these values and their rows in the table. What neither config nor flag give
 """
 
 from dataclasses import replace
+from typing import Any
 
-from shardglass.config import DeepSpeedConfig, stage_fault
+from shardglass.config import DeepSpeedConfig
 from shardglass.config.precision import Bf16, DataTypes, Fp16
-from shardglass.options import EngineOptions
+from shardglass.config.zero import MAX_LIVE, PREFETCH, Zero
+from shardglass.options import STAGES, EngineOptions
 from shardglass.resolve.filler import Filler
+
+_PREFETCH_BUCKET = 50_000_000
+"""DeepSpeed's default; here any number above 0 means the same."""
 
 
 def fill_stage(config: DeepSpeedConfig | None, filler: Filler, stage: int | None) -> int:
@@ -24,9 +29,9 @@ def fill_stage(config: DeepSpeedConfig | None, filler: Filler, stage: int | None
         filler.put(key, number, "json", flag="zero_stage")
     else:
         filler.put(key, number, "default" if stage is None else "flag", flag="zero_stage")
-    fault = stage_fault(filler.named("zero_stage") if json_value is None else key, number)
-    if fault:
-        filler.faults.append(fault)
+    if number not in STAGES:
+        known = ", ".join(str(known) for known in STAGES)
+        filler.faults.append(f"{filler.named('zero_stage')} is {number}; it must be one of {known}")
     return number
 
 
@@ -46,7 +51,7 @@ def fill_options(config: DeepSpeedConfig, filler: Filler, *, stage: int, bf16: b
     Args:
         config: The config.
         filler: Collects values and contradictions.
-        stage: The stage as decided; one that cannot run is a fault already, and leaves the default here.
+        stage: The stage as decided; one that does not exist is a fault already, and leaves the default here.
         bf16: Whether the model computes in bfloat16.
     """
     args, engine = filler.args, EngineOptions()
@@ -58,9 +63,16 @@ def fill_options(config: DeepSpeedConfig, filler: Filler, *, stage: int, bf16: b
     filler.put_flag("--max_skipped_steps", args.max_skipped_steps, "max_skipped_steps")
     filler.put_flag("--collective_timeout_s", args.collective_timeout_s, "collective_timeout_s")
     filler.own("gradient_allreduce_op", config.gradient_allreduce_op, "mean")
+    stage = stage if stage in STAGES else engine.stage
+    zero = config.zero_optimization or Zero()
+    ahead = _given(zero, PREFETCH)
+    if STAGES[stage].shards_params:
+        _put_missing(zero, filler)
     return replace(
         engine,
-        stage=engine.stage if stage_fault("stage", stage) else stage,
+        stage=stage,
+        max_live_numel=_given(zero, MAX_LIVE),
+        prefetch_units=0 if ahead == 0 else engine.prefetch_units,
         param_dtype=param_dtype,
         reduce_dtype=config.communication_data_type or engine.reduce_dtype,
         accum_dtype=filler.own("data_types.grad_accum_dtype", accum_dtype, engine.accum_dtype),
@@ -71,6 +83,18 @@ def fill_options(config: DeepSpeedConfig, filler: Filler, *, stage: int, bf16: b
             "zero_allow_untested_optimizer", config.zero_allow_untested_optimizer, engine.allow_any_optimizer
         ),
     )
+
+
+def _put_missing(zero: Zero, filler: Filler) -> None:
+    """Record what the engine does without the keys on its gathers; those that are given are recorded with the rest."""
+    for names, missing in ((MAX_LIVE, "no limit"), (PREFETCH, _PREFETCH_BUCKET)):
+        if _given(zero, names) is None:
+            filler.put(f"zero_optimization.{names[0]}", missing, "default")
+
+
+def _given(zero: Zero, names: tuple[str, ...]) -> Any:
+    """The value of a key that a file may give under any of its names; None if it gives none."""
+    return next((getattr(zero, name) for name in names if getattr(zero, name) is not None), None)
 
 
 def _bf16_name(config: DeepSpeedConfig) -> str:

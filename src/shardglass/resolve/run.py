@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardglass.config import AUTO, DeepSpeedConfig, Status, given_keys
-from shardglass.config.zero import TWINS, Zero
+from shardglass.config.zero import OF_STAGE_3, TWINS, Zero
 from shardglass.errors import UsageError
+from shardglass.options import Stage
 from shardglass.resolve.batch import fill_batch
 from shardglass.resolve.engine import fill_options, fill_precision, fill_stage
 from shardglass.resolve.filler import Filler
@@ -61,8 +62,8 @@ def resolve(
     clipping = float(filler.take("gradient_clipping", config.gradient_clipping, "max_grad_norm", args.max_grad_norm))
     optimizer = fill_optimizer(config, filler)
     scheduler = fill_scheduler(config, filler, optimizer.lr if optimizer else args.learning_rate)
-    _fill_by_hidden_size(config.zero_optimization or Zero(), filler)
-    _fill_rest(config, filler)
+    _fill_by_hidden_size(config.zero_optimization or Zero(), filler, options.rules)
+    _fill_rest(config, filler, options.rules)
     filler.finish(final=final)
     return Resolved(
         origin=filler.source,
@@ -81,7 +82,7 @@ def resolve(
     )
 
 
-def _fill_by_hidden_size(section: Zero, filler: Filler) -> None:
+def _fill_by_hidden_size(section: Zero, filler: Filler, rules: Stage) -> None:
     given = {
         "reduce_bucket_size": section.reduce_bucket_size,
         "stage3_prefetch_bucket_size": section.stage3_prefetch_bucket_size,
@@ -97,21 +98,23 @@ def _fill_by_hidden_size(section: Zero, filler: Filler) -> None:
             filler.wait(f"zero_optimization.{name}")
         else:
             meant = _BY_HIDDEN_SIZE[TWINS.get(name, name)]
-            filler.put(f"zero_optimization.{name}", meant(hidden), "derived", "no effect")
+            decides = name in OF_STAGE_3 and rules.shards_params
+            filler.put(f"zero_optimization.{name}", meant(hidden), "derived", "honoured" if decides else "no effect")
 
 
-def _fill_rest(config: DeepSpeedConfig, filler: Filler) -> None:
+def _fill_rest(config: DeepSpeedConfig, filler: Filler, rules: Stage) -> None:
     """Record every other key that the file gives, and say once which have no effect."""
     without_effect: dict[str, list[str]] = {}
     remarks: list[str] = []
     for given in given_keys(config):
-        effect = given.status is Status.HONOURED
+        section, _, name = given.key.rpartition(".")
+        is_idle = section == "zero_optimization" and name in OF_STAGE_3 and not rules.shards_params
+        effect = given.status is Status.HONOURED and not is_idle
         if given.key not in filler.values:
             # The sections' readers let an auto through only for apex, which is off then.
             value = None if given.value == AUTO else given.value
             filler.put(given.key, value, "json", "honoured" if effect else "no effect")
-        if given.status is Status.NO_EFFECT:
-            section, _, name = given.key.rpartition(".")
+        if given.status is Status.NO_EFFECT or is_idle:
             without_effect.setdefault(section, []).append(name)
             if given.say and given.say not in remarks:
                 remarks.append(given.say)

@@ -56,7 +56,7 @@ function drawStages(memory) {
     return bar(name, x, sizes, SG.seriesColour(name), { unit });
   }).filter((trace) => trace.y.some((v) => v > 0));
   traces.push(bar("reserve (assumed)", x, memory.stages.map((s) => s.reserve), SG.theme().whole, { unit, marker: { pattern: { shape: "/" } } }));
-  const notes = memory.stages.map((s, i) => ({ x: x[i], y: s.total / unit, text: `<b>${(s.total / unit).toFixed(1)}</b><br>${MOMENTS[s.highest]}${s.runs ? "" : "<br>(planned only)"}`, showarrow: false, yanchor: "bottom", font: { size: 11 } }));
+  const notes = memory.stages.map((s, i) => ({ x: x[i], y: s.total / unit, text: `<b>${(s.total / unit).toFixed(1)}</b><br>${MOMENTS[s.highest]}`, showarrow: false, yanchor: "bottom", font: { size: 11 } }));
   // A GPU with far more memory than is needed would press the bars flat.
   const highest = Math.max(...totals), hasLine = run.memory !== null && run.memory <= 2.5 * highest;
   const shapes = hasLine ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: run.memory / unit, y1: run.memory / unit, line: { color: SG.theme().accent, dash: "dash", width: 2 } }] : [];
