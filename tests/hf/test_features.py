@@ -81,7 +81,7 @@ def run(rank, world_size, kind, model_of, given):
         return result
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_neftune_noise_and_predict_are_those_of_trainer_with_ddp(stage):
     given = {"neftune_noise_alpha": 5.0}
     zero = run_ranks(2, run, "zero", "tied", {**given, "zero_stage": stage})
@@ -92,7 +92,7 @@ def test_neftune_noise_and_predict_are_those_of_trainer_with_ddp(stage):
     assert zero[0]["loss"] != run_ranks(2, run, "zero", "tied", {"zero_stage": stage})[0]["loss"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_torch_compile_compiles_each_block_and_leaves_the_losses_alone(stage):
     given = {"zero_stage": stage, "max_steps": 3}
     eager = run_ranks(2, run, "zero", "tied", given)
@@ -108,7 +108,9 @@ def test_torch_compile_compiles_each_block_and_leaves_the_losses_alone(stage):
 @pytest.mark.parametrize(
     ("stage", "model"),
     [
-        (2, "hungry backward"),
+        (3, "hungry backward"),
+        pytest.param(3, "hungry forward", marks=pytest.mark.soak),
+        pytest.param(2, "hungry backward", marks=pytest.mark.soak),
         pytest.param(2, "hungry forward", marks=pytest.mark.soak),
         pytest.param(0, "hungry forward", marks=pytest.mark.soak),
         pytest.param(0, "hungry backward", marks=pytest.mark.soak),
@@ -116,7 +118,7 @@ def test_torch_compile_compiles_each_block_and_leaves_the_losses_alone(stage):
 )
 def test_auto_find_batch_size_halves_the_batch_when_every_rank_runs_out(stage, model):
     given = {"zero_stage": stage, "auto_find_batch_size": True, "per_device_train_batch_size": 16, "max_steps": 3}
-    found = run_ranks(2, run, "zero", model, given)
+    found = run_ranks(2, run, "zero", model, given, timeout_s=180)  # Accelerate collects garbage in between
     small = run_ranks(2, run, "zero", "tied", {"zero_stage": stage, "per_device_train_batch_size": 4, "max_steps": 3})
     for a, b in zip(found, small, strict=True):
         assert a["batch"] <= 4

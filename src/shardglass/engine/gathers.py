@@ -239,9 +239,10 @@ class Gathers:
             self.end_pass()
 
     def end_pass(self) -> None:
-        """The pass ended: ranks are together again, and nothing is whole."""
-        self._finish(None)
-        self._drop_all()
+        """The pass ended: ranks are together again, and nothing is whole where parameters are sharded."""
+        if self._shards_params:
+            self._finish(None)
+            self._drop_all()
 
     def _finish(self, kept: str | None) -> None:
         if self._pass is None:

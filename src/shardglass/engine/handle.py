@@ -134,8 +134,18 @@ class Handle:
         Ranks may have failed at different places of backward: what one has reduced already, all reduce.
         """
         self._check_open()
+        self._runtime.break_off()
         self._parts.grads.abandon()
         self._runtime.clear()
+
+    def break_off(self) -> None:
+        """Let the other ranks go on with a forward or backward that failed on this one, out of memory for instance.
+
+        They may come further and fail there, or end it. Where parameters are whole nobody waits, and this does
+        nothing. Then all call ``abandon_step``.
+        """
+        self._check_open()
+        self._runtime.break_off()
 
     def wait(self) -> None:
         """Make sure raw reads of parameters see the last step; forwards and ``state_dict()`` do this by themselves."""

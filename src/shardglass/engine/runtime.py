@@ -237,6 +237,11 @@ class Runtime:
         if any(bucket.total_full or bucket.has_local for bucket in self._grads.buckets):
             self._shards.mark()
 
+    def break_off(self) -> None:
+        """A forward or backward failed on this rank: take part in the gathers that others of the same still need."""
+        self._callback_queued = False
+        self._gathers.end_pass()
+
     def _remove_placeholders(self) -> None:
         for param, placeholder in self._placeholders:
             if param.grad is placeholder:

@@ -218,6 +218,7 @@ class ZeroMixin(CheckpointMixin):
         except RuntimeError as error:
             if self.args.auto_find_batch_size and should_reduce_batch_size(error):
                 self._ran_out = True
+                handle.break_off()
                 self._check_all_ran_out(error)
             raise
         return loss
