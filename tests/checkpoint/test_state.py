@@ -111,14 +111,14 @@ def resume(rank, world_size, folder, kind, optimizer_name, dtype, stages):
 
 CASES = [
     (1, "tied", "adamw fused", "float32", (2, 2)),
-    (2, "tied", "AdamW", "bfloat16", (2, 2)),
-    (2, "frozen", "adamw fused", "bfloat16", (1, 1)),
+    (2, "tied", "AdamW", "bfloat16", (3, 3)),
+    (2, "frozen", "adamw fused", "bfloat16", (1, 3)),
     (2, "groups", "sgd", "float32", (0, 0)),
     (2, "groups", "adamw fused", "float32", (0, 2)),
-    (3, "frozen", "adamw fused", "float32", (2, 0)),
+    (3, "frozen", "adamw fused", "float32", (3, 0)),
     (3, "groups", "NAdam", "bfloat16", (1, 2)),
-    (4, "specks", "AdamW", "float32", (2, 1)),
-    (4, "tied", "Adagrad", "float32", (2, 2)),
+    (4, "specks", "AdamW", "float32", (2, 3)),
+    (4, "tied", "Adagrad", "float32", (3, 3)),
 ]
 
 
@@ -130,7 +130,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(tmp_path, world_size
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("stages", [(a, b) for a in (0, 1, 2) for b in (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("stages", [(a, b) for a in (0, 1, 2, 3) for b in (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["adamw fused", "sgd", "Adagrad", "NAdam", "Rprop", "ASGD"])
 @pytest.mark.parametrize("kind", ["tied", "groups", "frozen"])

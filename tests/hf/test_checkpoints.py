@@ -72,7 +72,7 @@ CASES = [
     (
         2,
         2,
-        {"zero_stage": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 3, "max_steps": -1, "save_steps": 1},
+        {"zero_stage": 3, "gradient_accumulation_steps": 3, "num_train_epochs": 3, "max_steps": -1, "save_steps": 1},
     ),
     (2, 4, {"zero_stage": 1, "bf16": True, "lr_scheduler_type": "cosine", "warmup_steps": 2}),
     (2, 3, {"zero_stage": 0, "save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2, "max_grad_norm": 0.5}),
@@ -80,9 +80,9 @@ CASES = [
         2,
         4,
         {
-            "zero_stage": 2,
+            "zero_stage": 3,
             "deepspeed": {
-                "zero_optimization": {"stage": 2},
+                "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0},
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
                 "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}},
                 "train_micro_batch_size_per_gpu": 8,
@@ -117,7 +117,7 @@ def names(tmp_path):
 
 
 def test_a_checkpoint_has_the_files_of_a_trainer_and_loads_with_from_pretrained(tmp_path):
-    run_ranks(2, folders, str(tmp_path), {"save_steps": 4, "bf16": True})
+    run_ranks(2, folders, str(tmp_path), {"save_steps": 4, "bf16": True, "zero_stage": 3})
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
     found = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
     assert {"model.safetensors", "config.json", "generation_config.json", "trainer_state.json"} <= found
@@ -148,8 +148,8 @@ BEST = {
 }
 
 
-def best_of(rank, world_size, folder):
-    trainer = make_trainer(folder, bf16=True, **BEST)
+def best_of(rank, world_size, folder, given):
+    trainer = make_trainer(folder, bf16=True, **BEST, **given)
     trainer.train()
     masters = {name: trainer.handle.state_of(name)["master"] for name, _ in trainer.model.named_parameters()}
     best = trainer.state.best_model_checkpoint
@@ -167,13 +167,23 @@ def best_masters(rank, world_size, folder):
     return masters
 
 
-def test_the_best_checkpoint_survives_rotation_and_is_loaded_with_its_master_weights(tmp_path):
-    (best, masters), *_ = run_ranks(2, best_of, str(tmp_path / "run"))
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_best_checkpoint_survives_rotation_and_is_loaded_with_its_master_weights(tmp_path, stage):
+    (best, masters), *_ = run_ranks(2, best_of, str(tmp_path / "run"), {"zero_stage": stage})
     assert best.endswith("checkpoint-2")
     assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-6"]
     wanted, *_ = run_ranks(2, best_masters, str(tmp_path / "short"))
     for name, master in wanted.items():
         assert torch.equal(masters[name], master), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_best_of_saved_models_is_loaded(tmp_path, stage):
+    (best, masters), *others = run_ranks(2, best_of, str(tmp_path), {"zero_stage": stage, "save_only_model": True})
+    saved = AutoModelForCausalLM.from_pretrained(best, dtype="auto").state_dict()
+    for _, theirs in [(best, masters), *others]:
+        for name, master in theirs.items():
+            assert torch.equal(master, saved[name].float()), name
 
 
 def only_model(rank, world_size, folder):
