@@ -16,7 +16,7 @@ import shardglass
 from shardglass import cli
 from shardglass.hf.launch import _failed
 
-REQUIRED = ["--model_name_or_path", "model", "--data_path", "data.json"]
+REQUIRED = ["--model_name_or_path", "model", "--data_path", __file__]  # the launcher looks whether there is a file
 
 SOURCE = Path(shardglass.__file__).parents[1]
 

@@ -169,6 +169,8 @@ def refused(rank, world_size, what):
         model.extra = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     elif what == "half":
         model.half()
+    elif what == "renormed":
+        model.table = nn.Embedding(5, 3, max_norm=1.0)
     elif what == "no module":
         model = model.parameters()
     elif what == "no optimizer":
@@ -192,6 +194,7 @@ def refused(rank, world_size, what):
         ("frozen", "no parameter of the model is trainable"),
         ("complex", "extra has dtype complex64"),
         ("half", "trained in float16, which needs loss scaling; that is not supported yet"),
+        ("renormed", "table has max_norm: its forward rewrites weights"),
         ("no module", "generator is no torch.nn.Module"),
         ("no optimizer", "float is no torch.optim.Optimizer"),
     ],

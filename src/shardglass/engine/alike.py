@@ -30,6 +30,12 @@ def check_model(model: nn.Module, options: EngineOptions) -> None:
     if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
         raise ModelError(f"the model is wrapped in {type(model).__name__}, which reduces gradients: give model.module")
     params = dict(model.named_parameters())
+    renormed = [name for name, m in model.named_modules() if getattr(m, "max_norm", None) is not None]
+    if renormed:
+        raise ModelError(
+            f"{renormed[0]} has max_norm: its forward rewrites weights, on each rank other ones, and neither master "
+            "weights nor other ranks would see that; leave max_norm out"
+        )
     wrapped = [name for name, p in params.items() if isinstance(p, DTensor)]
     if wrapped:
         raise ModelError(f"{wrapped[0]} is a DTensor: FSDP or tensor parallelism shards it already")

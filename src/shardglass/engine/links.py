@@ -56,10 +56,23 @@ class Links(Protocol):
 
 
 class GroupLinks:
-    """Links over two process groups of the engine's own, with exactly the ranks of the group given."""
+    """Links over process groups of the engine's own, with exactly the ranks of the group given.
 
-    def __init__(self, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None) -> None:
+    [Note: gathers apart] Where parameters are gathered during backward, gathers and reductions each have an order that
+    ranks share, and how the two interleave may differ: a rank that skips a layer reduces its zeros later. NCCL needs
+    one order for each communicator, so gathers get one of their own. gloo matches messages by their tags.
+    """
+
+    def __init__(
+        self, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None, *, gathers_apart: bool = False
+    ) -> None:
         """Make the groups; collective.
+
+        Args:
+            device: Where tensors are; decides the backend.
+            timeout_s: Seconds after which a collective fails.
+            group: Its ranks take part; None is all ranks.
+            gathers_apart: See [Note: gathers apart].
 
         Raises:
             UsageError: torch.distributed is not initialised, or this process is not in the group.
@@ -82,6 +95,8 @@ class GroupLinks:
         # NCCL's own watchdog ends the process; ours must have spoken before.
         longer = timeout if self.backend == "gloo" else timeout + timedelta(seconds=30)
         self.data = self._new_group(self.backend, longer)
+        apart = gathers_apart and self.backend == "nccl"
+        self._gathers = self._new_group(self.backend, longer) if apart else self.data
         self.control = self._new_group("gloo", timeout)
 
     def _new_group(self, backend: str, timeout: timedelta) -> Any:
@@ -111,7 +126,7 @@ class GroupLinks:
 
     def all_gather(self, whole: Tensor, own: Tensor) -> Any:
         """Start filling ``whole``."""
-        return dist.all_gather_single(whole, own, group=self.data, async_op=True)
+        return dist.all_gather_single(whole, own, group=self._gathers, async_op=True)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give every rank the tensor of one."""
@@ -136,9 +151,11 @@ class GroupLinks:
 
     def close(self) -> None:
         """Give the groups back."""
-        for group in (self.data, self.control):
+        for group in dict.fromkeys((self.data, self._gathers, self.control)):
             dist.destroy_process_group(group)
-        self.data = self.control = None  # the last references: connections end now, and peers that wait are told
+        self.data = self._gathers = self.control = (
+            None  # the last references: connections end now, and peers that wait are told
+        )
 
 
 class _Done:

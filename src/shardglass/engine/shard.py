@@ -76,7 +76,12 @@ def shard(
     other = live_handle(model)
     if other is not None:
         raise UsageError(f"this model is sharded already ({other!r}): call handle.close() first")
-    links = GroupLinks(device_of(model), options.collective_timeout_s, process_group)
+    links = GroupLinks(
+        device_of(model),
+        options.collective_timeout_s,
+        process_group,
+        gathers_apart=options.rules.shards_params,
+    )
     return shard_over(links, model, optimizer, options=options, units=units)
 
 

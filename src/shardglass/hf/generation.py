@@ -32,4 +32,4 @@ def keep_ranks_together(model: nn.Module, handle: Handle) -> None:
     if handle.options.rules.shards_params:
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                module._is_fsdp_managed_module = WhileSharded(handle)
+                module._is_fsdp_managed_module = WhileSharded(handle)  # type: ignore[assignment]

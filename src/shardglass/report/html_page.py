@@ -34,7 +34,17 @@ from shardglass.report.html_memory import WorldMemory, page_memory
 from shardglass.report.html_run import RunPage
 
 ASSETS = files("shardglass.report") / "assets"
-SCRIPTS = ("layout.js", "state.js", "map.js", "detail.js", "lists.js", "charts.js", "page.js")
+SCRIPTS = (
+    "layout.js",
+    "state.js",
+    "map_geometry.js",
+    "map_drawing.js",
+    "map.js",
+    "detail.js",
+    "lists.js",
+    "charts.js",
+    "page.js",
+)
 """In the order they are loaded; each adds its names to one object, ``SG``."""
 
 PLOTLY = ("package_data", "plotly.min.js")
