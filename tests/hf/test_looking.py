@@ -73,7 +73,7 @@ def looked_at(rank, world_size, folder, steps, asked, given):
     return losses, said
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("dtype", [{}, {"bf16": True}])
 def test_every_rank_is_as_planned_at_every_step(tmp_path, stage, dtype):
     given = {"zero_stage": stage, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, **dtype}
