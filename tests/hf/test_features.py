@@ -1,5 +1,6 @@
 """What people turn on in a Trainer works under the engine, at every stage: against the same under Trainer + DDP."""
 
+import gc
 import tempfile
 import warnings
 
@@ -177,3 +178,41 @@ def test_a_second_trainer_goes_on_with_the_model_of_the_first():
     for first, second in run_ranks(2, two_in_a_row):
         assert len(first) == len(second) == 2
         assert second[0] < first[0]
+
+
+class CountLive(transformers.TrainerCallback):
+    """Bytes of all storages of this process before each step."""
+
+    def __init__(self):
+        self.bytes = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        self.bytes.append(sum(storages.values()))
+
+
+def count_live(rank, world_size, given):
+    with tempfile.TemporaryDirectory() as folder:
+        counted = CountLive()
+        args = arguments(ZeroTrainingArguments, folder, max_steps=8, eval_strategy="steps", eval_steps=2, **given)
+        trainer = ZeroTrainer(
+            model=tiny_causal_lm(tied=True),
+            args=args,
+            train_dataset=samples(),
+            eval_dataset=samples()[:4],
+            data_collator=PadToLongest(pad_token_id=0),
+            callbacks=[counted],
+        )
+        trainer.train()
+        trainer.accelerator.free_memory()
+        trainer.handle.close()
+        return counted.bytes
+
+
+@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": True}], ids=["", "recomputing"])
+def test_nothing_stays_from_step_to_step_where_parameters_come_and_go(more):
+    for counted in run_ranks(2, count_live, {"zero_stage": 3, "gradient_accumulation_steps": 2, **more}):
+        assert len(counted) == 8
+        assert max(counted[3:]) <= counted[2] + 1024, counted  # scalars that the Trainer logs
