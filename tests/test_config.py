@@ -223,7 +223,15 @@ MESSAGES = [
     ),
     ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "use gradient_clipping"),
     ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "optimizer.params.betas is [0.9]; it must be two"),
-    ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}, 'scheduler.type is "OneCycle": not supp'),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"decay_mom_rate": 0.1}}},
+        "decay_mom_rate is 0.1: not supported yet",
+    ),
+    ({"scheduler": {"type": "OneCycle", "params": {"cycle_max_mom": 1}}}, "cycle_max_mom is 1; it must be a number in"),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"warmup_min_lr": 1}}},
+        "warmup_min_lr: OneCycle takes no such value",
+    ),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 10}}},
         "scheduler.params.total_num_steps: WarmupLR takes no such value",

@@ -20,6 +20,7 @@ from shardglass.resolve import (
     resolve,
     warmup_steps_of,
 )
+from shardglass.schedules import OneCycleSpec, RangeTestSpec
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "qwen" / "finetune"
 
@@ -314,6 +315,46 @@ TABLE = [
             cos_min_ratio=0.0,
         ),
     ),
+    (
+        "range test defaults",
+        {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_staircase": True}}},
+        RunArguments(),
+        lambda r: r.scheduler,
+        RangeTestSpec(min_lr=1e-3, step_size=2000, step_rate=1.0, is_staircase=True),
+    ),
+    (
+        "one cycle",
+        {
+            "scheduler": {
+                "type": "OneCycle",
+                "params": {
+                    "cycle_min_lr": 0,
+                    "cycle_max_lr": "1e-3",
+                    "cycle_first_step_size": 7,
+                    "cycle_first_stair_count": 2,
+                    "cycle_max_mom": 0.95,
+                },
+            }
+        },
+        RunArguments(),
+        lambda r: r.scheduler,
+        OneCycleSpec(
+            min_lr=0.0,
+            max_lr=1e-3,
+            first_size=7,
+            second_size=7,
+            first_stairs=2,
+            second_stairs=2,
+            momentum=(0.8, 0.95),
+        ),
+    ),
+    (
+        "one cycle that leaves momentum alone",
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_momentum": False}}},
+        RunArguments(),
+        lambda r: (r.scheduler.momentum, r.scheduler.size),
+        (None, 4000),
+    ),
     ("reduce dtype", {"communication_data_type": "fp32"}, RunArguments(), lambda r: r.reduce_dtype, "float32"),
     (
         "accumulation dtype",
@@ -543,6 +584,18 @@ def test_given_flags_that_do_nothing_are_notes():
     assert notes == ("--optim_args has no effect: adamw_torch takes none",)
     adagrad = {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-3}}}
     assert run(adagrad, given(adam_epsilon=1e-6)).optimizer.eps == 1e-6
+
+
+def test_a_cycle_needs_its_ends_and_overrules_the_rate():
+    source = {"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1e-3}}}
+    assert fault(source).splitlines()[1:] == [
+        "  scheduler.params.cycle_min_lr is missing; OneCycle needs it: write a number"
+    ]
+    source["scheduler"]["params"]["cycle_min_lr"] = 1e-5
+    notes = run(source, given(learning_rate=3e-4, warmup_ratio=0.1)).notes
+    assert any("over the optimizer's rate: OneCycle, the rate goes from 1e-05 to 0.001 and back" in n for n in notes)
+    assert any("sets the second to 0.99, as in DeepSpeed" in note for note in notes)
+    assert "--learning_rate and --warmup_ratio have no effect: OneCycle decides" in notes
 
 
 def test_a_scheduler_section_says_what_it_overrules():

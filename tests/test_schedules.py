@@ -5,7 +5,7 @@ import math
 import pytest
 
 from shardglass.errors import UsageError
-from shardglass.schedules import SchedulerSpec, lr_at
+from shardglass.schedules import SECOND_BETA, OneCycleSpec, RangeTestSpec, SchedulerSpec, betas_at, lr_at
 
 RECORDED = [
     (
@@ -63,6 +63,65 @@ RECORDED = [
         [0.0, 0.0, 0.005, 0.0079248125, 0.01, 1e-06, 1e-06],
     ),
 ]
+
+RECORDED += [
+    (
+        RangeTestSpec(min_lr=1e-4, step_size=2, step_rate=3.0, is_staircase=False),
+        [0.0001, 0.00025, 0.0004, 0.00055, 0.0007, 0.00085, 0.001],
+    ),
+    (
+        RangeTestSpec(min_lr=1e-4, step_size=3, step_rate=0.5, is_staircase=True),
+        [0.0001, 0.0001, 0.0001, 0.00015, 0.00015, 0.00015, 0.0002],
+    ),
+    (
+        OneCycleSpec(min_lr=1e-4, max_lr=1e-3, first_size=4, second_size=3, decay_size=2, decay_rate=0.5),
+        [
+            *(0.0001, 0.000325, 0.00055, 0.000775, 0.001, 0.0007, 0.0004, 0.0001, 8e-05, 6.66666667e-05),
+            *(5.71428571e-05, 5e-05, 4.44444444e-05, 4e-05),
+        ],
+    ),
+    (
+        OneCycleSpec(min_lr=1e-4, max_lr=1e-3, first_size=5, second_size=4, first_stairs=2, second_stairs=3),
+        [0.0001, 0.0001, 0.0001, 0.00055, 0.00055, 0.001, 0.0007, 0.0004, 0.0001, 0.0001, 0.0001, 0.0001],
+    ),
+    (
+        OneCycleSpec(min_lr=1e-4, max_lr=1e-3, first_size=4, second_size=4, first_stairs=2, second_stairs=2),
+        [0.0001, 0.0001, 0.00055, 0.00055, 0.001, 0.00055, 0.00055, 0.0001, 0.0001],
+    ),
+    (
+        OneCycleSpec(min_lr=1e-4, max_lr=1e-3, first_size=3, second_size=0, decay_size=1, decay_rate=1.0),
+        [0.0001, 0.0004, 0.0007, 0.0001, 5e-05, 3.33333333e-05, 2.5e-05, 2e-05],
+    ),
+]
+
+MOMENTA = [
+    (
+        OneCycleSpec(min_lr=1e-4, max_lr=1e-3, first_size=3, second_size=3, momentum=(0.8, 0.9)),
+        [0.8, 0.866666667, 0.833333333, 0.8, 0.833333333, 0.866666667, 0.9, 0.9, 0.9],
+    ),
+    (
+        OneCycleSpec(
+            min_lr=1e-4, max_lr=1e-3, first_size=5, second_size=4, first_stairs=2, second_stairs=3, momentum=(0.8, 0.9)
+        ),
+        [0.8, 0.9, 0.9, 0.85, 0.85, 0.8, 0.833333333, 0.866666667, 0.9, 0.9],
+    ),
+    (
+        OneCycleSpec(min_lr=1e-4, max_lr=1e-3, first_size=3, second_size=0, decay_size=1, momentum=(0.8, 0.9)),
+        [0.8, 0.866666667, 0.833333333, 0.9, 0.9],
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "rates"), MOMENTA)
+def test_momenta_equal_those_recorded_from_deepspeed(spec, rates):
+    found = [betas_at(spec, step) for step in range(len(rates))]
+    assert [first for first, _ in found] == pytest.approx(rates, rel=1e-8)
+    assert {second for _, second in found} == {SECOND_BETA}
+
+
+def test_schedulers_without_momentum_leave_it_alone():
+    assert betas_at(OneCycleSpec(min_lr=0.0, max_lr=1.0, first_size=3, second_size=3), 1) is None
+    assert betas_at(SchedulerSpec(type="WarmupLR", warmup_max_lr=1e-5, warmup_num_steps=4), 1) is None
 
 
 @pytest.mark.parametrize(("spec", "rates"), RECORDED, ids=lambda value: value.type if hasattr(value, "type") else "")

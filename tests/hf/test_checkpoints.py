@@ -68,7 +68,21 @@ def interrupted(rank, world_size, folder, stop, given):
 
 
 CASES = [
-    (1, 4, {"zero_stage": 2}),
+    (
+        1,
+        4,
+        {
+            "zero_stage": 2,
+            "deepspeed": {
+                "zero_optimization": {"stage": 2},
+                "scheduler": {
+                    "type": "OneCycle",
+                    "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3},
+                },
+                "train_micro_batch_size_per_gpu": 8,
+            },
+        },
+    ),
     (
         2,
         2,

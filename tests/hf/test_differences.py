@@ -13,6 +13,7 @@ from shardglass.hf.data_options import DataOptions
 from shardglass.hf.flags import ModelArguments
 from shardglass.hf.scan import kinds_of
 from shardglass.resolve import RunArguments, lr_at, resolve
+from shardglass.schedules import betas_at
 
 PAGE = (Path(__file__).parents[2] / "docs" / "differences.md").read_text(encoding="utf-8")
 ENTRIES = re.split(r"^### ", PAGE.partition("\n## The same")[0], flags=re.MULTILINE)[1:]
@@ -44,6 +45,7 @@ def run(source, **flags):
     return resolve(load_config(source), args, world_size=2)
 
 
+CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 10}}
 
 SWITCHES = [
@@ -84,6 +86,12 @@ SWITCHES = [
         lambda r: lr_at(r.scheduler, 0) == lr_at(r.scheduler, 1) == 0.0,
         ({"scheduler": WARMUP}, {}),
         ({"scheduler": {**WARMUP, "params": {**WARMUP["params"], "warmup_min_lr": 0.1}}}, {}),
+    ),
+    (
+        "momentum cycles",
+        lambda r: betas_at(r.scheduler, 0) == (0.8, 0.99),
+        ({"scheduler": CYCLE}, {}),
+        ({"scheduler": {**CYCLE, "params": {**CYCLE["params"], "cycle_momentum": False}}}, {}),
     ),
     (
         "scheduler wins",

@@ -167,6 +167,42 @@ def test_optimizer_and_scheduler_sections_mean_one_group_and_warmup_then_constan
     assert result["lr"][-1] == 1e-2
 
 
+class Decay(transformers.TrainerCallback):
+    """Adam's decay rates of each step."""
+
+    def __init__(self):
+        self.betas = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.betas.append([group["betas"] for group in optimizer.param_groups])
+
+
+def train_a_cycle(rank, world_size, optim):
+    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2, "cycle_max_mom": 0.9}
+    with tempfile.TemporaryDirectory() as folder:
+        decay = Decay()
+        source = config(bf16={"enabled": False}, scheduler={"type": "OneCycle", "params": cycle})
+        trainer = ZeroTrainer(
+            model=tiny_causal_lm(seed=0),
+            args=arguments(ZeroTrainingArguments, folder, deepspeed=source, max_steps=5, optim=optim),
+            train_dataset=samples(),
+            data_collator=PadToLongest(pad_token_id=0),
+            callbacks=[decay] if "adam" in optim else [],
+        )
+        trainer.train()
+        trainer.handle.close()
+        return history(trainer, "learning_rate"), decay.betas
+
+
+def test_a_cycle_moves_rate_and_momentum_of_every_group():
+    rates, betas = run_ranks(1, train_a_cycle, "adamw_torch")[0]
+    assert rates == pytest.approx([1e-3, 5.5e-3, 1e-2, 5.5e-3, 1e-3])
+    assert [row[0][0] for row in betas] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9])
+    assert all(row[0] == row[1] and row[0][1] == 0.99 for row in betas)
+    rates, _ = run_ranks(1, train_a_cycle, "sgd")[0]
+    assert rates[2] == pytest.approx(1e-2)
+
+
 class Poisoned(nn.Module):
     """A model whose loss is infinite at chosen samples."""
 

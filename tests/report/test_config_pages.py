@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from shardglass.config import Status, known_keys, load_config
+from shardglass.config.types import OPTIMIZERS, SCHEDULERS
 from shardglass.errors import ConfigError
 from shardglass.report import config_json, render_config
 from shardglass.report.config_page import config_page
@@ -143,9 +144,10 @@ def message_of(known, value):
     tree = {known.path[-1]: value}
     for part in reversed(known.path[:-1]):
         tree = {part: tree}
-    for section, kind in (("optimizer", "Adam"), ("scheduler", "WarmupLR")):
+    for section, types in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
         if section in tree:
-            tree[section].setdefault("type", kind)
+            takes = (name for name, row in types.items() if known.path[-1] in (row.params or ()))
+            tree[section].setdefault("type", next(takes, next(iter(types))))
     try:
         load_config(tree)
     except ConfigError as error:

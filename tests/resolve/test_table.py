@@ -43,7 +43,7 @@ def honoured_keys(optimizer, scheduler):
 @pytest.mark.parametrize("scheduler", [name for name, row in SCHEDULERS.items() if row.params])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_every_key_that_decides_something_has_a_row_with_a_value(optimizer, scheduler, stage):
-    params = {} if scheduler == "WarmupLR" else {"total_num_steps": "auto"}
+    params = {name: "auto" if name == "total_num_steps" else 1 for name in SCHEDULERS[scheduler].needs}
     source = {"optimizer": {"type": optimizer}, "scheduler": {"type": scheduler, "params": params}}
     rows = rows_of(source | {"zero_optimization": {"stage": stage}})
     idle = () if stage == 3 else OF_STAGE_3

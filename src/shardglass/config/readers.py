@@ -122,6 +122,14 @@ def adam_betas(value: object) -> object:
     return (numbers[0], numbers[1])
 
 
+def decay_rate(value: object) -> object:
+    """Read one decay rate of Adam, in [0, 1)."""
+    number = _number(value)
+    if number is None or not 0 <= number < 1:
+        raise ValueError(f"is {show(value)}; it must be a number in [0, 1)")
+    return float(number)
+
+
 def word(*choices: str) -> Reader:
     """A reader of one of ``choices``; upper and lower case do not matter, the canonical spelling comes back."""
     spelled = {choice.lower(): choice for choice in choices}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from shardglass.config.keys import Section, honoured, no_effect, not_yet, off
-from shardglass.config.readers import Auto, adam_betas, flag, real, whole, word
+from shardglass.config.readers import Auto, adam_betas, decay_rate, flag, real, whole, word
 
 _KERNEL = "the fused kernel is always used where torch has one"
 
@@ -72,17 +72,56 @@ class SchedulerParams(Section):
     cos_min_ratio: Annotated[float | None, honoured("end of the cosine as a share of the rate", real(high=1.0))] = None
     warmup_type: Annotated[str | None, honoured("log or linear warm-up", word("log", "linear"))] = None
     last_batch_iteration: Annotated[int | None, not_yet("start in the middle", whole(low=-1), fine=(-1,))] = None
+    lr_range_test_min_lr: Annotated[float | None, honoured("rate of the first step", real())] = None
+    lr_range_test_step_size: Annotated[int | None, honoured("steps of an interval", whole(low=1))] = None
+    lr_range_test_step_rate: Annotated[
+        float | None, honoured("growth in an interval, as a share of the first rate", real())
+    ] = None
+    lr_range_test_staircase: Annotated[
+        bool | None, honoured("whether the rate grows at the end of an interval alone", flag())
+    ] = None
+    cycle_min_lr: Annotated[float | None, honoured("rate at both ends of the cycle", real())] = None
+    cycle_max_lr: Annotated[float | None, honoured("rate at the top of the cycle", real())] = None
+    cycle_first_step_size: Annotated[int | None, honoured("steps up", whole(low=1))] = None
+    cycle_second_step_size: Annotated[int | None, honoured("steps down; derived: as many as up", whole())] = None
+    cycle_first_stair_count: Annotated[
+        int | None, honoured("stairs on the way up; 0 means a straight line", whole())
+    ] = None
+    cycle_second_stair_count: Annotated[
+        int | None, honoured("stairs on the way down; derived: as many as up", whole())
+    ] = None
+    decay_step_size: Annotated[
+        int | None, honoured("steps of an interval of the decay after the cycle; 0 means no decay", whole())
+    ] = None
+    decay_lr_rate: Annotated[
+        float | None, honoured("what the divisor of the rate grows by in an interval of the decay", real())
+    ] = None
+    cycle_momentum: Annotated[
+        bool | None, honoured("whether Adam's first decay rate goes the other way; the second is then 0.99", flag())
+    ] = None
+    cycle_min_mom: Annotated[float | None, honoured("that rate at the top of the cycle", decay_rate)] = None
+    cycle_max_mom: Annotated[float | None, honoured("that rate at its ends", decay_rate)] = None
+    decay_mom_rate: Annotated[
+        float | None,
+        not_yet("momentum after the cycle", real(), fine=(0.0,), say="it would grow beyond 1; leave it out"),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeRow:
-    """One ``type`` of optimizer or scheduler: the params it takes, or None when it is not supported yet."""
+    """One ``type`` of optimizer or scheduler.
+
+    Attributes:
+        params: The params it takes; None when it is not supported yet.
+        needs: Those of them that must be given.
+    """
 
     params: frozenset[str] | None
+    needs: tuple[str, ...] = ()
 
 
-def _row(params: str | None) -> TypeRow:
-    return TypeRow(params=None if params is None else frozenset(params.split()))
+def _row(params: str | None, *, needs: str = "") -> TypeRow:
+    return TypeRow(params=None if params is None else frozenset(params.split()), needs=tuple(needs.split()))
 
 
 _ADAM = (
@@ -113,13 +152,23 @@ OPTIMIZERS = {
 SCHEDULERS = {
     "WarmupLR": _row("warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"),
     "WarmupDecayLR": _row(
-        "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps last_batch_iteration"
+        "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps last_batch_iteration",
+        needs="total_num_steps",
     ),
     "WarmupCosineLR": _row(
-        "warmup_min_ratio warmup_num_steps warmup_type total_num_steps cos_min_ratio last_batch_iteration"
+        "warmup_min_ratio warmup_num_steps warmup_type total_num_steps cos_min_ratio last_batch_iteration",
+        needs="total_num_steps",
     ),
-    "LRRangeTest": _row(None),
-    "OneCycle": _row(None),
+    "LRRangeTest": _row(
+        "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
+        "last_batch_iteration"
+    ),
+    "OneCycle": _row(
+        "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count "
+        "cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate "
+        "last_batch_iteration",
+        needs="cycle_min_lr cycle_max_lr",
+    ),
 }
 
 
@@ -151,8 +200,6 @@ class Scheduler(Section):
         honoured(
             "how the learning rate goes; wins over --lr_scheduler_type",
             word(*SCHEDULERS),
-            fine=_supported(SCHEDULERS),
-            say="use " + ", ".join(_supported(SCHEDULERS)),
         ),
     ] = None
     params: SchedulerParams | None = None

@@ -137,8 +137,7 @@ def _runs() -> Iterator[tuple[str, tuple[ResolvedValue, ...]]]:
     )
     for optimizer in _supported(OPTIMIZERS):
         for scheduler in _supported(SCHEDULERS):
-            # The one key that must be given, where a type takes it.
-            params = {"total_num_steps": 100} if "total_num_steps" in (SCHEDULERS[scheduler].params or ()) else {}
+            params = dict.fromkeys(SCHEDULERS[scheduler].needs, 100)
             source = {"optimizer": {"type": optimizer}, "scheduler": {"type": scheduler, "params": params}}
             for given in more:
                 run = resolve(load_config({**source, **given}), _ARGUMENTS, world_size=1)

@@ -6,17 +6,18 @@ from shardglass.config import AUTO, DeepSpeedConfig
 from shardglass.config.types import SchedulerParams
 from shardglass.resolve.filler import Filler
 from shardglass.resolve.values import warmup_steps_of
-from shardglass.schedules import SchedulerSpec, SchedulerType
+from shardglass.schedules import SECOND_BETA, OneCycleSpec, RangeTestSpec, Schedule, SchedulerSpec, SchedulerType
 
 _PARAMS = "scheduler.params."
 _WARMUP_STEPS = 1000  # DeepSpeed's default
 _DECAY_MAX_LR = 0.001  # DeepSpeed's default for WarmupDecayLR; WarmupLR takes the optimizer's rate
 _COS_MIN_RATIO = 0.0001
+_HALF_CYCLE = 2000  # DeepSpeed's default of LRRangeTest and OneCycle
 _WARMUP_FLAGS = ("warmup_steps", "warmup_ratio")
 _WARMUP_FLAG = ", --".join(_WARMUP_FLAGS)
 
 
-def fill_scheduler(config: DeepSpeedConfig, filler: Filler, lr: float) -> SchedulerSpec | None:
+def fill_scheduler(config: DeepSpeedConfig, filler: Filler, lr: float) -> Schedule | None:
     """Decide the scheduler's values; None when the config leaves it to the Trainer.
 
     Args:
@@ -28,9 +29,13 @@ def fill_scheduler(config: DeepSpeedConfig, filler: Filler, lr: float) -> Schedu
     if section is None or section.type is None:
         _put_trainers_own(filler)
         return None
-    kind = cast("SchedulerType", section.type)  # the schema lets no other type through
-    filler.put("scheduler.type", kind, "json")
+    filler.put("scheduler.type", section.type, "json")
     params = section.params or SchedulerParams()
+    if section.type == "LRRangeTest":
+        return _range_test(params, filler)
+    if section.type == "OneCycle":
+        return _one_cycle(params, filler)
+    kind = cast("SchedulerType", section.type)  # the schema lets no other type through
     warmup_type = cast("Literal['log', 'linear']", filler.own(f"{_PARAMS}warmup_type", params.warmup_type, "log"))
     steps = _warmup_steps(params, filler)
     if kind == "WarmupCosineLR":
@@ -54,6 +59,65 @@ def fill_scheduler(config: DeepSpeedConfig, filler: Filler, lr: float) -> Schedu
         )
     _notes(spec, filler)
     return spec
+
+
+def _range_test(params: SchedulerParams, filler: Filler) -> RangeTestSpec:
+    """Decide the values of LRRangeTest; what is missing is DeepSpeed's default."""
+    name = f"{_PARAMS}lr_range_test_"
+    spec = RangeTestSpec(
+        min_lr=filler.own(f"{name}min_lr", params.lr_range_test_min_lr, 1e-3),
+        step_size=filler.own(f"{name}step_size", params.lr_range_test_step_size, _HALF_CYCLE),
+        step_rate=filler.own(f"{name}step_rate", params.lr_range_test_step_rate, 1.0),
+        is_staircase=filler.own(f"{name}staircase", params.lr_range_test_staircase, missing=False),
+    )
+    _note_own_rate(spec, filler, f"the rate grows from {spec.min_lr:g} to the end of the run")
+    return spec
+
+
+def _one_cycle(params: SchedulerParams, filler: Filler) -> OneCycleSpec:
+    """Decide the values of OneCycle; what is missing is DeepSpeed's default."""
+    key, ends = _PARAMS, {"cycle_min_lr": params.cycle_min_lr, "cycle_max_lr": params.cycle_max_lr}
+    filler.faults += [
+        f"{key}{name} is missing; OneCycle needs it: write a number" for name, value in ends.items() if value is None
+    ]
+    first = filler.own(f"{key}cycle_first_step_size", params.cycle_first_step_size, _HALF_CYCLE)
+    stairs = filler.own(f"{key}cycle_first_stair_count", params.cycle_first_stair_count, 0)
+    cycles = filler.own(f"{key}cycle_momentum", params.cycle_momentum, missing=True)
+    low = filler.own(f"{key}cycle_min_mom", params.cycle_min_mom, 0.8)
+    high = filler.own(f"{key}cycle_max_mom", params.cycle_max_mom, 0.9)
+    spec = OneCycleSpec(
+        min_lr=params.cycle_min_lr or 0.0,
+        max_lr=params.cycle_max_lr or 0.0,
+        first_size=first,
+        second_size=_as_other(f"{key}cycle_second_step_size", params.cycle_second_step_size, first, filler),
+        first_stairs=stairs,
+        second_stairs=_as_other(f"{key}cycle_second_stair_count", params.cycle_second_stair_count, stairs, filler),
+        decay_size=filler.own(f"{key}decay_step_size", params.decay_step_size, 0),
+        decay_rate=filler.own(f"{key}decay_lr_rate", params.decay_lr_rate, 0.0),
+        momentum=(low, high) if cycles else None,
+    )
+    _note_own_rate(spec, filler, f"the rate goes from {spec.min_lr:g} to {spec.max_lr:g} and back in {spec.size} steps")
+    if cycles:
+        filler.notes.append(
+            f"OneCycle moves Adam's first decay rate between {low:g} and {high:g} and sets the second to "
+            f"{SECOND_BETA:g}, as in DeepSpeed; cycle_momentum false leaves both alone"
+        )
+    return spec
+
+
+def _as_other(key: str, json_value: int | None, other: int, filler: Filler) -> int:
+    """A number of the way down, which is that of the way up if it is missing."""
+    filler.put(key, other if json_value is None else json_value, "derived" if json_value is None else "json")
+    return other if json_value is None else json_value
+
+
+def _note_own_rate(spec: RangeTestSpec | OneCycleSpec, filler: Filler, how: str) -> None:
+    """Say that the scheduler has rates of its own."""
+    filler.notes.append(
+        f"the scheduler section wins over {filler.named('lr_scheduler_type')} {filler.args.lr_scheduler_type} and over "
+        f"the optimizer's rate: {spec.type}, {how}"
+    )
+    filler.note_idle(f"{spec.type} decides", "learning_rate", "lr_scheduler_kwargs", *_WARMUP_FLAGS)
 
 
 def _put_trainers_own(filler: Filler) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardglass.options import EngineOptions
-from shardglass.schedules import SchedulerSpec
+from shardglass.schedules import Schedule
 
 Source = Literal["json", "flag", "derived", "default"]
 """Where a value came from; "flag" is one that the user gave, "default" a flag's default or DeepSpeed's own."""
@@ -192,7 +192,7 @@ class Resolved:
     batch: BatchNumbers
     gradient_clipping: float
     optimizer: OptimizerSpec | None
-    scheduler: SchedulerSpec | None
+    scheduler: Schedule | None
     reduce_dtype: str | None
     accum_dtype: str
     arguments: RunArguments
