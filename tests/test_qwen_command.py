@@ -108,6 +108,7 @@ def test_the_qwen_command_trains_shows_its_summary_and_saves_a_plain_model(input
     rows = {row["key"]: row for row in json.loads((tmp_path / "out" / "shardglass_config.json").read_text())["values"]}
     assert (rows["scheduler.params.warmup_num_steps"]["value"], rows["optimizer.params.lr"]["value"]) == (1, 1e-5)
     assert (rows["train_batch_size"]["value"], rows["zero_optimization.stage"]["source"]) == (16, "json")
+    assert json.loads((tmp_path / "out" / "shardglass_summary.json").read_text())["recomputes"] is True
     page = write_run_report(tmp_path / "out").read_text(encoding="utf-8")
     told = data_of(page, "page-data")
     assert (told["run"]["source"], told["run"]["loss"]["steps"]) == ("trainer_state.json", [1, 2, 3, 4])

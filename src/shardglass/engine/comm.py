@@ -1,14 +1,12 @@
 """Every collective of the engine.
 
 Owns the form a collective takes on each backend, the record of what each rank is in, and the errors of a collective
-that fails. Leaves the raw calls to ``links``, and to the callers the order: it must follow from the layout, see
-[Note: order].
-
+that fails. Leaves the raw calls to ``links``, and to the callers the order: it must be the same on all ranks, see
 [Note: order].
 
 [Note: order] Ranks match collectives by their order (NCCL) or by tag (gloo's point to point, where the tag is the
-kind and the buffer). Callers launch reductions in reverse layout order and gathers in layout order, never in the
-order hooks fire.
+kind and the buffer). Callers launch reductions in reverse layout order, gathers after a step in layout order, and
+gathers before use in the sequence of ``order``: never in the order hooks fire.
 
 [Note: forms] On NCCL the single-tensor collectives. On gloo a direct exchange: every rank sends each peer its shard
 of the buffer and receives its own shard from each peer: (n - 1) / n of the buffer each way, as a ring, in one hop,

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardglass.engine.intercepted import called
+
 _FREE = {
     *("__hash__", "__len__", "__repr__", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size"),
     *("storage_offset", "untyped_storage", "is_contiguous", "is_floating_point", "is_complex", "get_device"),
@@ -47,15 +49,10 @@ class FreedParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Answer what needs no value; for the rest have the values gathered first."""
-        name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__", "__delete__"):
-            name = getattr(getattr(func, "__self__", None), "__name__", name)
-            is_free = name in _FREE_PROPERTIES
-        else:
-            is_free = name in _FREE
+        name, access = called(func)
         if name == "__repr__":
             return f"FreedParameter(shape={tuple(args[0].shape)}): in the ranks' shards, see handle.state_of(name)"
-        if not is_free:
+        if name not in (_FREE_PROPERTIES if access else _FREE):
             for param in _freed_in((args, kwargs or {})):
                 type(param)._on_use(param, name)
         with torch._C.DisableTorchFunctionSubclass():

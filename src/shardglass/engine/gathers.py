@@ -50,10 +50,9 @@ class Gathers:
         self._sequence = without_repeats(_in_module_order(model, units)) if self._shards_params else ()
         self._observed: tuple[Use, ...] = ()  # in the last forward
         self._on_passed: Callable[[set[str]], None] = lambda ahead: None
-        self._unit_of: dict[int, str] = {}  # by storage
-        self._saved = SavedWeights(self._unit_of, self.need)
+        unit_of = {b.storage_key: unit for unit, held in self._buffers.items() for b in held}
+        self._saved = SavedWeights(unit_of, self.need)
         if self._shards_params:
-            self._unit_of.update({b.storage_key: unit for unit, held in self._buffers.items() for b in held})
             for unit, held in self._buffers.items():
                 for buffer in held:
                     buffer.guard(self._user_of(unit))
@@ -201,12 +200,10 @@ class Gathers:
     # ---- passes ----
 
     def begin_forward(self) -> None:
-        """The root's forward begins: a pass of its own, unless it runs inside another one."""
+        """The root's forward begins: a pass of its own. One that broke off before is ended."""
         if not self._shards_params:
             return
-        if self._pass is not None:
-            self.end_pass()
-        self._drop_all()
+        self.end_pass()
         self._pass, self._is_backward = Pass([use.unit for use in self._sequence]), False
 
     def end_forward(self, *, keeps_last: bool) -> None:
@@ -347,12 +344,6 @@ class Gathers:
 def reads_in_backward(module: nn.Module) -> bool:
     """Whether the backward of a module reads its weights; that of an embedding does not."""
     return type(module) is not nn.Embedding
-
-
-def holds_units(module: nn.Module, units: Sequence[Unit]) -> bool:
-    """Whether modules of units lie inside a module: its forward runs theirs, so it cannot hold a unit all along."""
-    inside = {id(owner) for unit in units for owner in unit.modules}
-    return any(id(child) in inside for child in module.modules() if child is not module)
 
 
 def _in_module_order(model: nn.Module, units: Sequence[Unit]) -> list[Use]:

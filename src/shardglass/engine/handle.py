@@ -159,8 +159,8 @@ class Handle:
 
         Args:
             what: A module of the model, or names of parameters or modules; None is the whole model.
-            modifier_rank: The rank whose changes inside are taken over by all; None to read alone, and what is
-                written then is lost.
+            modifier_rank: The rank whose changes inside are taken over by all. None is to read alone: what is written
+                then is lost at stage 3, and at other stages makes ranks differ.
 
         Raises:
             UsageError: No parameter or module has this name, or there is no such rank.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardglass.engine.intercepted import called
 from shardglass.errors import UsageError
 
 _ALLOWED = {"__hash__", "size", "dim", "numel", "is_contiguous", "__len__"}
@@ -69,7 +70,7 @@ class GradientElsewhere(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Note a zeroing, allow what asks for no value, refuse the rest."""
-        name = getattr(func, "__name__", str(func))
+        name, access = called(func)
         if name in _ZEROING:
             targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             for target in targets:
@@ -80,11 +81,9 @@ class GradientElsewhere(torch.Tensor):
             return None
         if name == "__repr__":
             return f"GradientElsewhere(shape={tuple(args[0].shape)}): sharded, see handle.state_of(name)['grad']"
-        if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", name)
         if name in _SELF:
             return args[0]
-        if name in _ALLOWED or name in _READABLE:
+        if access in ("", "__get__") and (name in _ALLOWED or name in _READABLE):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise _refusal(name)

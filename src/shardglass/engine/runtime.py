@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardglass.engine.gathers import holds_units, reads_in_backward
+from shardglass.engine.gathers import reads_in_backward
 from shardglass.engine.grads import Bucket
 from shardglass.engine.hook import ModuleHook
 from shardglass.engine.parts import Parts
@@ -58,9 +58,11 @@ class Runtime:
         """See the root's forward come and go, and have a unit's parameters whole before its modules run."""
         model, add = self._model, self._hooks.append
         add(model.register_forward_pre_hook(ModuleHook(lambda module, args: self._before_forward())))
+        owners = {id(module) for unit in units for module in unit.modules}
         for k, unit in enumerate(units):
             for module in unit.modules:
-                is_leaf = not holds_units(module, units)
+                # Where modules of units lie inside, their forward runs in its own: it cannot hold a unit all along.
+                is_leaf = not any(id(child) in owners for child in module.modules() if child is not module)
                 add(module.register_forward_pre_hook(self._opener(unit.name, module, is_leaf=is_leaf)))
                 if is_leaf:
                     add(module.register_forward_hook(self._closer(unit.name), always_call=True))
