@@ -132,6 +132,40 @@ def test_a_frozen_unit_before_the_first_trainable_one_is_gathered_for_forward_al
     assert run_ranks(2, frozen_base) == [3, 3]
 
 
+def reductions_of_a_step(rank, world_size, tied, frozen):
+    model = tiny_causal_lm(layers=3, tied=tied)
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    handle, optimizer = make(model, stage=3)
+    comm, reduced = handle._parts.comm, []
+    reduce_shard = comm.reduce_shard
+
+    def counted(buffer, *args, **kwargs):
+        reduced.append(buffer)
+        return reduce_shard(buffer, *args, **kwargs)
+
+    comm.reduce_shard = counted
+    rows = []
+    for step in range(2):
+        reduced.clear()
+        step_of_lm(model, handle, optimizer, step, rank)
+        rows.append(list(reduced))
+    expected = [b for b, buffer in enumerate(handle.layout.buffers) if buffer.trainable][::-1]
+    handle.close()
+    return rows, expected
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize(
+    "frozen",
+    [(), ("model.layers.0",), ("model.layers.0", "model.norm"), ("model.layers.1", "model.layers.2")],
+    ids=["nothing frozen", "the first block", "the first block and the norm", "the other blocks"],
+)
+def test_each_buffer_is_reduced_once_a_step_when_its_last_gradient_is_there(tied, frozen):
+    rows, expected = run_ranks(2, reductions_of_a_step, tied, frozen)[0]
+    assert rows == [expected] * 2
+
+
 class ReadsHead(nn.Module):
     """A language model that reads its head's weight without the head's forward, as fused losses do."""
 

@@ -141,9 +141,12 @@ class Gathers:
         self._prefetch()
 
     def _tell_passed(self) -> None:
-        """In backward, have the gradients of units that will not be used again reduced, see ``order``."""
+        """In backward, have the gradients of units that will not be used again reduced, see ``order``.
+
+        The gradient of an embedding is still to come although no gather of it is.
+        """
         if self._pass is not None and self._is_backward:
-            self._on_passed(self._pass.still_ahead())
+            self._on_passed(self._pass.still_ahead() | {use.unit for use in self._sequence if not use.in_backward})
 
     def _launch(self, unit: str) -> None:
         """Start gathering a unit; one that is whole is gathered once more where its turn in the sequence has come."""
