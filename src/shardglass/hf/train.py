@@ -268,6 +268,7 @@ def _set_up_logging(*, is_main: bool) -> None:
     logging.basicConfig(
         level=logging.WARNING if is_main else logging.ERROR, format="%(levelname)s %(name)s: %(message)s"
     )
+    transformers.utils.logging.disable_propagation()  # on, where CI is in the environment: each line would come twice
     if not is_main:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
