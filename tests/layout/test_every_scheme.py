@@ -19,8 +19,10 @@ from shardglass.layout import (
     element_at,
     first_offset,
     held_numel,
+    iter_boundary_cuts,
     locate,
     make_layout,
+    num_boundary_cuts,
     params_in_partition,
     params_not_in_partition,
     rank_bytes,
@@ -182,7 +184,11 @@ def test_cuts_are_where_neighbouring_shards_have_parts_of_one_tensor(layout, exp
         assert cuts_of(layout, name, order=order) == tuple(c for c in cuts if c.name == name)
     own_order = [None if c.name is None else layout.names.index(c.name) for c in cuts]
     assert [c.index for c in boundary_cuts(layout)] == own_order
+    assert num_boundary_cuts(layout) == len(cuts)
     first_holder = {ranks[0] for buffer in expected for ranks in buffer.ranks}
+    few = sorted(first_holder)[::2]
+    rows = iter_boundary_cuts(layout, order=order, left_ranks=few)
+    assert num_boundary_cuts(layout, left_ranks=few) == len(tuple(rows))
     for rank in first_holder:
         alone = [c for c in boundary_cuts(layout, order=order, left_rank=rank) if c.left_rank == rank]
         assert alone == [c for c in cuts if c.left_rank == rank]

@@ -5,7 +5,7 @@ The one truth that planner, engine, lens and checkpoints read.
 
 from shardglass.layout.account import held_numel, rank_bytes
 from shardglass.layout.buffer import Buffer, Holders, ParamSpec
-from shardglass.layout.cuts import BoundaryCut, boundary_cuts, cuts_of, iter_boundary_cuts
+from shardglass.layout.cuts import BoundaryCut, boundary_cuts, cuts_of, iter_boundary_cuts, num_boundary_cuts
 from shardglass.layout.deepspeed import deepspeed_flat_layout, deepspeed_param_layout, secondary_layout
 from shardglass.layout.differences import Change, Difference, Moved, difference
 from shardglass.layout.moves import Transfer, received_by, sent_by, transfers
@@ -26,6 +26,7 @@ from shardglass.layout.query import (
     Slice,
     element_at,
     group_runs,
+    group_spans,
     locate,
     slices_in,
     slices_of,
@@ -62,12 +63,14 @@ __all__ = [
     "find_scheme",
     "first_offset",
     "group_runs",
+    "group_spans",
     "groups_padding",
     "has_bf16_optimizer",
     "held_numel",
     "iter_boundary_cuts",
     "locate",
     "make_layout",
+    "num_boundary_cuts",
     "param_alignment_paddings",
     "params_in_partition",
     "params_not_in_partition",

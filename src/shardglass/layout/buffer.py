@@ -16,7 +16,7 @@ that knows them:
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardglass.options import DTYPE_BYTES
 
@@ -32,6 +32,7 @@ class ParamSpec:
         trainable: Whether it gets a gradient and optimizer state.
         group: Index of its optimizer param_group; None for a frozen parameter.
         unit: Name of the unit it belongs to.
+        numel: Number of elements, from the shape.
     """
 
     name: str
@@ -40,11 +41,11 @@ class ParamSpec:
     trainable: bool
     group: int | None
     unit: str
+    numel: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+    def __post_init__(self) -> None:
+        """Count the elements once: plans of many ranks ask for them millions of times."""
+        object.__setattr__(self, "numel", math.prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ boundaries of its own, and those behind its last element are no rows.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardglass.layout.buffer import Buffer
@@ -84,31 +84,53 @@ def boundary_cuts(
     Raises:
         UsageError: No such rank.
     """
-    return tuple(iter_boundary_cuts(layout, order=order, left_rank=left_rank))
+    return tuple(iter_boundary_cuts(layout, order=order, left_ranks=None if left_rank is None else (left_rank,)))
 
 
 def iter_boundary_cuts(
-    layout: Layout, *, order: Sequence[str] | None = None, left_rank: int | None = None
+    layout: Layout, *, order: Sequence[str] | None = None, left_ranks: Sequence[int] | None = None
 ) -> Iterator[BoundaryCut]:
     """The rows of ``boundary_cuts`` one by one, for who needs only the first of very many.
 
     Args:
         layout: The layout.
         order: As ``boundary_cuts``.
-        left_rank: As ``boundary_cuts``.
+        left_ranks: Only the boundaries where the shards of these ranks end; None for all.
 
     Raises:
         UsageError: No such rank.
     """
-    if left_rank is not None:
-        layout.check_rank(left_rank)
+    _check_ranks(layout, left_ranks)
     numbers = _numbers(order)
     for b, buffer in enumerate(layout.buffers):
-        for shard in _shards(buffer, left_rank):
+        for shard in _shards(buffer, left_ranks):
             if buffer.chunks is None:
                 yield _row_in_run(layout, b, shard, numbers)
             else:
                 yield from _cut_rows(layout, b, shard, numbers)
+
+
+def num_boundary_cuts(layout: Layout, *, left_ranks: Sequence[int] | None = None) -> int:
+    """How many rows ``iter_boundary_cuts`` gives, without making them.
+
+    Args:
+        layout: The layout.
+        left_ranks: As ``iter_boundary_cuts``.
+
+    Raises:
+        UsageError: No such rank.
+    """
+    _check_ranks(layout, left_ranks)
+    total = 0
+    for buffer in layout.buffers:
+        shards = _shards(buffer, left_ranks)
+        total += len(shards) if buffer.chunks is None else sum(_num_cut(buffer, shard) for shard in shards)
+    return total
+
+
+def _check_ranks(layout: Layout, ranks: Sequence[int] | None) -> None:
+    for rank in ranks or ():
+        layout.check_rank(rank)
 
 
 def cuts_of(layout: Layout, name: str, *, order: Sequence[str] | None = None) -> tuple[BoundaryCut, ...]:
@@ -132,13 +154,13 @@ def _numbers(order: Sequence[str] | None) -> Mapping[str, int] | None:
     return None if order is None else {name: i for i, name in enumerate(order)}
 
 
-def _shards(buffer: Buffer, left_rank: int | None) -> Iterable[int]:
-    """The shards behind which there is another one: all, or the one that a rank holds."""
+def _shards(buffer: Buffer, left_ranks: Sequence[int] | None) -> Sequence[int]:
+    """The shards behind which there is another one: all, or those that some ranks hold."""
     last = buffer.holders.num_shards - 1
-    if left_rank is None:
+    if left_ranks is None:
         return range(last)
-    shard = buffer.holders.shard_of(left_rank)
-    return () if shard is None or shard == last else (shard,)
+    held = (buffer.holders.shard_of(rank) for rank in left_ranks)
+    return [shard for shard in held if shard is not None and shard != last]
 
 
 def _row_in_run(layout: Layout, b: int, shard: int, numbers: Mapping[str, int] | None) -> BoundaryCut:
@@ -175,6 +197,11 @@ def _cut_rows(layout: Layout, b: int, shard: int, numbers: Mapping[str, int] | N
         left, _ = buffer.boundary(k, shard)
         if 0 < left < param.numel:
             yield _cut_row(layout, b, shard, k, numbers)
+
+
+def _num_cut(buffer: Buffer, shard: int) -> int:
+    """How many parameters the end of a shard cuts, in a buffer that is cut parameter by parameter."""
+    return sum(0 < buffer.boundary(k, shard)[0] < param.numel for k, param in enumerate(buffer.params))
 
 
 def _cut_row(layout: Layout, b: int, shard: int, k: int, numbers: Mapping[str, int] | None) -> BoundaryCut:

@@ -162,23 +162,31 @@ def group_runs(layout: Layout, rank: int, *, whole: bool = False) -> tuple[Group
         if not buffer.trainable:
             continue
         slices = _whole_slices(buffer, b) if whole else slices_in(layout, b, rank)
-        by_group: dict[int, list[Slice]] = {}
-        for s in slices:
-            group = buffer.params[layout.find(s.name)[1]].group
-            if group is not None:
-                by_group.setdefault(group, []).append(s)
-        for group, members in by_group.items():
-            last = members[-1]
-            runs.append(
-                GroupRun(
-                    buffer=b,
-                    group=group,
-                    start=members[0].offset,
-                    stop=-(-(last.offset + last.length) // RUN_ALIGN) * RUN_ALIGN,
-                    slices=tuple(members),
-                )
-            )
+        for group, start, stop in group_spans(buffer, None if whole else buffer.holders.shard_of(rank)):
+            members = tuple(s for s in slices if start <= s.offset < stop)
+            runs.append(GroupRun(buffer=b, group=group, start=start, stop=stop, slices=members))
     return tuple(runs)
+
+
+def group_spans(buffer: Buffer, shard: int | None) -> Iterator[tuple[int, int, int]]:
+    """Where ``group_runs`` of one trainable buffer of scheme "units" begin and end, without listing their slices.
+
+    Args:
+        buffer: The buffer; the parameters of one group lie together in it.
+        shard: Which shard; None for the buffer as a whole.
+
+    Returns:
+        (group, first element, one past the last) of each, counted in the shard or in the whole buffer.
+    """
+    low, high = (0, buffer.numel) if shard is None else (shard * buffer.shard_numel, (shard + 1) * buffer.shard_numel)
+    ends: dict[int, list[int]] = {}
+    for k in range(len(buffer.params)) if shard is None else buffer.members(shard):
+        param, offset = buffer.params[k], buffer.offsets[k]
+        start, stop = max(low, offset), min(high, offset + param.numel)
+        if start < stop and param.group is not None:
+            ends.setdefault(param.group, [start, stop])[1] = stop
+    for group, (start, stop) in ends.items():
+        yield group, start - low, -(-(stop - low) // RUN_ALIGN) * RUN_ALIGN
 
 
 def _whole_slices(buffer: Buffer, index: int) -> list[Slice]:

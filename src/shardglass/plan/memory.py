@@ -11,11 +11,12 @@ cannot use it meanwhile.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from shardglass.errors import InvariantError
-from shardglass.layout import Buffer, GroupRun, Layout, group_runs
+from shardglass.layout import Buffer, Layout, group_spans
 from shardglass.options import DTYPE_BYTES, REDUCTIONS_IN_FLIGHT, SUM_CHUNK
 from shardglass.plan.kinds import PLAIN_STEP, SCALAR_BYTES, OptimizerKind, Sharding, StepShape
 
@@ -42,17 +43,22 @@ def planned_bytes(
     """
     if not 0 <= rank < layout.world_size:
         raise InvariantError(f"rank is {rank}; the layout has ranks 0 to {layout.world_size - 1}")
+    account = _same_on_all_ranks(layout, options, shape)
+    communication = account.pop("communication")
+    return account | _state_bytes(layout, options, rank, optimizer) | {"communication": communication}
+
+
+def _same_on_all_ranks(layout: Layout, options: Sharding, shape: StepShape) -> dict[str, int]:
+    """The account without the optimizer's states."""
     trainable = [b for b in layout.buffers if b.trainable]
-    account = {
+    return {
         "parameters": sum(_param_numel(b, options) * b.itemsize for b in layout.buffers),
         "master weights": sum(_master_bytes(b, options) for b in trainable),
         "gradients": _flat_bytes(layout, options, shape)
         + sum(_mean_bytes(b, options) for b in trainable)
         + sum(_local_bytes(b, options) for b in trainable if shape.uses_local),
+        "communication": _receive_bytes(layout, options, shape) + _scratch_bytes(layout, options, shape),
     }
-    account.update(_state_bytes(layout, options, rank, optimizer))
-    account["communication"] = _receive_bytes(layout, options, shape) + _scratch_bytes(layout, options, shape)
-    return account
 
 
 def heaviest_rank(
@@ -62,11 +68,9 @@ def heaviest_rank(
 
     Shards are even, so ranks differ in optimizer state alone: padding at the end of a shard has none.
     """
-    accounts = [
-        planned_bytes(layout, options, rank, optimizer=optimizer, shape=shape) for rank in range(layout.world_size)
-    ]
-    heaviest = max(range(layout.world_size), key=lambda rank: sum(accounts[rank].values()))
-    return heaviest, accounts[heaviest]
+    ranks = range(layout.world_size if options.rules.shards_state else 1)  # whole states are the same everywhere
+    heaviest = max(ranks, key=lambda rank: sum(_state_bytes(layout, options, rank, optimizer).values()))
+    return heaviest, planned_bytes(layout, options, heaviest, optimizer=optimizer, shape=shape)
 
 
 # ---- dtypes, as the engine derives them ----
@@ -163,8 +167,8 @@ def _flat_bytes(layout: Layout, options: Sharding, shape: StepShape) -> int:
     local sum a flat is needed only to cast it, and is taken after the wait: 1 for each form; none if the sum has the
     wire's dtype and travels itself.
     """
-    pool = _Pool(options)
-    units = _units_in_reduce_order(layout)
+    pool = _Pool()
+    units = [[_flat_of(buffer, options) for buffer in unit] for unit in _units_in_reduce_order(layout)]
     if shape.uses_direct:
         pool.run_step(units, local=False)
     if shape.uses_local:
@@ -178,70 +182,81 @@ def _units_in_reduce_order(layout: Layout) -> list[list[Buffer]]:
     return [list(buffers) for _, buffers in groupby(trainable, key=lambda b: b.unit)]
 
 
+class _Flat(NamedTuple):
+    """What one buffer's gradient travels in."""
+
+    form: object  # flats of one form are used again, as by ``engine.grads.Bucket.form``
+    nbytes: int
+    is_local_sum: bool  # a local sum has the wire's dtype, and travels itself
+
+
+def _flat_of(buffer: Buffer, options: Sharding) -> _Flat:
+    wire = wire_dtype(buffer.dtype, options)
+    return _Flat(
+        form=(wire, buffer.shard_numel, buffer.offsets, tuple(p.numel for p in buffer.params)),
+        nbytes=buffer.numel * DTYPE_BYTES[wire],
+        is_local_sum=accum_dtype(buffer.dtype, options) == wire,
+    )
+
+
 class _Pool:
     """Counts the flats that ``engine.grads.FlatPool`` makes, by going through a step as the engine does."""
 
-    def __init__(self, options: Sharding) -> None:
-        self._options = options
+    def __init__(self) -> None:
         self._free: Counter[object] = Counter()
         self.made_bytes = 0
 
-    def run_step(self, units: Sequence[Sequence[Buffer]], *, local: bool) -> None:
+    def run_step(self, units: Sequence[Sequence[_Flat]], *, local: bool) -> None:
         """One reduction of every buffer."""
-        flying: list[Buffer | None] = []
+        flying: list[_Flat | None] = []
         for unit in units:
             if not local:
-                for buffer in unit:
-                    self._take(buffer)
-            for buffer in unit:
+                for flat in unit:
+                    self._take(flat)
+            for flat in unit:
                 while len(flying) >= REDUCTIONS_IN_FLIGHT:
                     self._give(flying.pop(0))
-                travels_itself = local and accum_dtype(buffer.dtype, self._options) == self._wire(buffer)
+                travels_itself = local and flat.is_local_sum
                 if local and not travels_itself:
-                    self._take(buffer)
-                flying.append(None if travels_itself else buffer)
+                    self._take(flat)
+                flying.append(None if travels_itself else flat)
         for flown in flying:
             self._give(flown)
 
-    def _wire(self, buffer: Buffer) -> str:
-        return wire_dtype(buffer.dtype, self._options)
-
-    def _form(self, buffer: Buffer) -> object:
-        """As ``engine.grads.Bucket.form``."""
-        return self._wire(buffer), buffer.shard_numel, buffer.offsets, tuple(p.numel for p in buffer.params)
-
-    def _take(self, buffer: Buffer) -> None:
-        form = self._form(buffer)
-        if self._free[form]:
-            self._free[form] -= 1
+    def _take(self, flat: _Flat) -> None:
+        if self._free[flat.form]:
+            self._free[flat.form] -= 1
         else:
-            self.made_bytes += buffer.numel * DTYPE_BYTES[self._wire(buffer)]
+            self.made_bytes += flat.nbytes
 
-    def _give(self, buffer: Buffer | None) -> None:
-        if buffer is not None:
-            self._free[self._form(buffer)] += 1
+    def _give(self, flat: _Flat | None) -> None:
+        if flat is not None:
+            self._free[flat.form] += 1
 
 
-def _state_bytes(layout: Layout, options: Sharding, rank: int, optimizer: OptimizerKind) -> Iterator[tuple[str, int]]:
+def _state_bytes(layout: Layout, options: Sharding, rank: int, optimizer: OptimizerKind) -> dict[str, int]:
     """Each state of the optimizer: as many elements as its tensors have, in the master dtype; scalars once per tensor.
 
     A tensor of the optimizer is a run of one group in one buffer, from its first to its last parameter element on this
     rank; padding behind the last one is outside.
     """
+    counts: Counter[int] = Counter()
+    sizes: Counter[int] = Counter()  # [group] bytes of one state; ranks x buffers pass here, so nothing more is done
+    for buffer in layout.buffers:
+        if not buffer.trainable:
+            continue
+        itemsize = DTYPE_BYTES[master_dtype(buffer.dtype)]
+        shard = buffer.holders.shard_of(rank) if options.rules.shards_state else None
+        for group, start, stop in group_spans(buffer, shard):
+            counts[group] += 1
+            sizes[group] += (stop - start) * itemsize
     totals: Counter[str] = Counter()
-    for run in group_runs(layout, rank, whole=not options.rules.shards_state):
-        for state, size in _states_of(run, layout, optimizer):
-            totals[f"optimizer {state}"] += size
-    yield from totals.items()
-
-
-def _states_of(run: GroupRun, layout: Layout, optimizer: OptimizerKind) -> Iterator[tuple[str, int]]:
-    """(state, bytes) of one tensor of the optimizer."""
-    itemsize = DTYPE_BYTES[master_dtype(layout.buffers[run.buffer].dtype)]
-    for state in optimizer.scalars:
-        yield state, SCALAR_BYTES
-    for state in optimizer.states(run.group):
-        yield state, (run.stop - run.start) * itemsize
+    for group, count in counts.items():
+        for state in optimizer.scalars:
+            totals[f"optimizer {state}"] += count * SCALAR_BYTES
+        for state in optimizer.states(group):
+            totals[f"optimizer {state}"] += sizes[group]
+    return dict(totals)
 
 
 def _receive_bytes(layout: Layout, options: Sharding, shape: StepShape) -> int:

@@ -8,8 +8,9 @@ a scheme that cuts many small buffers. Frozen parameters are a part of their own
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from shardglass.layout import BoundaryCut, Buffer, Layout, boundary_cuts, held_numel
+from shardglass.layout import BoundaryCut, Buffer, Layout, held_numel, iter_boundary_cuts, num_boundary_cuts
 
 MOST_RANKS = 64
 """Ranks that have rows of their own; of more, the first ones and the last are shown."""
@@ -112,16 +113,15 @@ def partition_of(layout: Layout, order: Sequence[str], *, used_by: str) -> Parti
     parts: dict[str, list[Buffer]] = {}
     for buffer in layout.buffers:
         parts.setdefault(_part_of(layout, buffer), []).append(buffer)
-    cuts = [cut for rank in ranks for cut in boundary_cuts(layout, order=order, left_rank=rank)]
-    cuts.sort(key=lambda cut: cut.buffer)
+    cuts = tuple(islice(iter_boundary_cuts(layout, order=order, left_ranks=ranks), MOST_CUTS))
     return Partition(
         scheme=layout.scheme,
         used_by=used_by,
         num_tensors=len(order),
         parts=tuple(_part_row(name, buffers, rank) for name, buffers in parts.items() for rank in ranks),
         num_ranks_left_out=layout.world_size - len(ranks),
-        cuts=tuple(_cut_line(layout, cut) for cut in cuts[:MOST_CUTS]),
-        num_cuts_left_out=max(0, len(cuts) - MOST_CUTS),
+        cuts=tuple(_cut_line(layout, cut) for cut in cuts),
+        num_cuts_left_out=num_boundary_cuts(layout, left_ranks=ranks) - len(cuts),
     )
 
 
