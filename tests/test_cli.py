@@ -193,6 +193,15 @@ def test_help_of_plan_and_of_all_commands_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
+@pytest.mark.parametrize("flags", [["nosuch"], ["smollm2-135m", "--stage", "7"], ["smollm2-135m", "--dtype", "int8"]])
+def test_wrong_values_of_plan_are_told_before_torch_is_imported(flags):
+    code = "import sys\nfrom shardglass import cli\ntry:\n    cli.main()\nexcept SystemExit as end:\n"
+    code += "    sys.exit(3 if {'torch', 'transformers'} & set(sys.modules) else end.code)"
+    done = subprocess.run([sys.executable, "-c", code, "plan", *flags], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("shardglass: ")
+
+
 def test_the_flags_of_plan_are_these():
     text = CliRunner().invoke(cli.app, ["plan", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     flags = {word.split(",")[0] for line in text.splitlines() for word in line.split() if word.startswith("--")}

@@ -198,7 +198,6 @@ def _plan(  # noqa: PLR0913  # a flag each
     """Say which rank will hold what, and what memory a run will need, before any weight is loaded."""
     check_versions()
     from shardglass.hf.planning import PlanFlags, planned_from_flags
-    from shardglass.hf.run_report import write_plan_html
     from shardglass.report.html_page import check_page
     from shardglass.report.plan_terminal import render_plan
 
@@ -229,6 +228,8 @@ def _plan(  # noqa: PLR0913  # a flag each
         )
     )
     if html is not None:
+        from shardglass.hf.run_report import write_plan_html
+
         write_plan_html(planned, html)
     if json == "-":
         typer.echo(planned.plan.to_json())

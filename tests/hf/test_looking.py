@@ -17,8 +17,8 @@ from shardglass.hf.data import PadToLongest
 from shardglass.hf.flags import look_steps
 from shardglass.hf.look_signal import LookSignal
 from shardglass.hf.looking import LookCallback, clear_snapshots
-from shardglass.hf.meta import FoundConfig
-from shardglass.hf.planning import RunToPlan, planned_engine
+from shardglass.hf.model_config import FoundConfig
+from shardglass.hf.run_planning import RunToPlan, planned_engine
 from shardglass.lens.store import ranks_of, read_moments, steps_of
 from shardglass.plan.expected import against_plan
 

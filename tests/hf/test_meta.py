@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from shardglass.engine.units import build_units, param_specs
 from shardglass.errors import ModelError
-from shardglass.hf.meta import FoundConfig, facts_of, find_config, geometry_of, group_parameters
+from shardglass.hf.meta import facts_of, geometry_of, group_parameters
+from shardglass.hf.model_config import FoundConfig, find_config
 from shardglass.plan.presets import preset_config, preset_names
 
 PARAMETERS = {  # of the models that the presets are named after, as their makers' checkpoints have them

@@ -14,8 +14,9 @@ from shardglass.errors import ConfigError, UsageError
 from shardglass.hf import memory_check
 from shardglass.hf.machine import cgroup_free_bytes, free_host_bytes
 from shardglass.hf.memory_check import check_memory, free_for_ranks
-from shardglass.hf.meta import FoundConfig
-from shardglass.hf.planning import PlanFlags, RunToPlan, optimizer_kind, plan_from_flags, plans_of_run, setup_of
+from shardglass.hf.model_config import FoundConfig
+from shardglass.hf.planning import PlanFlags, optimizer_kind, plan_from_flags, setup_of
+from shardglass.hf.run_planning import RunToPlan, plans_of_run
 from shardglass.plan.setup import GIB
 from shardglass.resolve import RunArguments, resolve
 

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardglass.engine.shard import shard
 from shardglass.errors import UsageError
-from shardglass.hf.meta import FoundConfig, facts_of, find_config, group_parameters
+from shardglass.hf.meta import facts_of, group_parameters
+from shardglass.hf.model_config import FoundConfig, find_config
 from shardglass.hf.planning import PlanFlags, plan_from_flags
 from shardglass.layout import units_layout
 from shardglass.options import EngineOptions

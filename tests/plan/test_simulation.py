@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from shardglass import EngineOptions, cli, shard
 from shardglass.errors import ConfigError
-from shardglass.hf.meta import FoundConfig, find_config, group_parameters
+from shardglass.hf.meta import group_parameters
+from shardglass.hf.model_config import FoundConfig, find_config
 from shardglass.hf.planning import PlanFlags, plan_from_flags
 from shardglass.hf.simulation import MOMENTS, _batch, _model, _step, simulate
 from shardglass.lens.moments import ELSEWHERE, MomentPeaks

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from shardglass.engine.registry import live_handle
 from shardglass.errors import ShardglassError
 from shardglass.hf.look_signal import LookSignal
-from shardglass.hf.planning import PlannedEngine
+from shardglass.hf.run_planning import PlannedEngine
 from shardglass.lens.look import look
 from shardglass.lens.snapshot import Snapshot
 from shardglass.lens.store import FOLDER, Moment, clear, write_moment

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shardglass.errors import ConfigError, ModelError
 from shardglass.hf.machine import free_host_bytes
-from shardglass.hf.planning import RunToPlan, plans_of_run
+from shardglass.hf.run_planning import RunToPlan, plans_of_run
 from shardglass.plan.check import FitCheck, check_fits
 from shardglass.report.plan_terminal import render_check
 

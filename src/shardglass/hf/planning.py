@@ -1,6 +1,7 @@
-"""Plans from what a user gives: flags and a DeepSpeed JSON, or the arguments of a run that is about to start.
+"""Plans from what a user gives: flags and a DeepSpeed JSON.
 
-Owns how they become a model's facts and a ``Setup``. Leaves the model to ``meta``, the meaning of the JSON to
+Owns how they become a model's facts and a ``Setup``. Leaves a run that is about to start to ``run_planning``, the model
+to ``meta``, the meaning of the JSON to
 ``config`` and ``resolve``, what is free to ``machine``, and the plan itself to ``plan``.
 """
 
@@ -11,13 +12,12 @@ from shardglass.config import DeepSpeedConfig, load_config
 from shardglass.config.readers import dtype as read_dtype
 from shardglass.errors import ConfigError, suggestion
 from shardglass.hf.machine import free_host_bytes
-from shardglass.hf.meta import FoundConfig, facts_of, find_config
-from shardglass.hf.simulation import simulate
-from shardglass.layout import Layout, SchemeOptions, find_scheme, units_layout
+from shardglass.hf.model_config import find_config
+from shardglass.layout import SchemeOptions, find_scheme
 from shardglass.options import STAGES, EngineOptions
 from shardglass.plan.activations import Attention
 from shardglass.plan.fit import smallest_fit
-from shardglass.plan.kinds import STATES, OptimizerKind, PlannedOptions
+from shardglass.plan.kinds import STATES, OptimizerKind
 from shardglass.plan.model import ModelFacts
 from shardglass.plan.plan import Plan, make_plan
 from shardglass.plan.setup import Setup, parse_size
@@ -115,6 +115,10 @@ def planned_from_flags(flags: PlanFlags) -> Planned:
     config = load_config(flags.deepspeed, planning=True) if flags.deepspeed is not None else None
     setup, notes = setup_of(flags, config)
     found = find_config(flags.model, cache_dir=flags.cache_dir, trust_remote_code=flags.trust_remote_code)
+    # torch and transformers take seconds to import: what is wrong with the flags was said before.
+    from shardglass.hf.meta import facts_of
+    from shardglass.hf.simulation import simulate
+
     facts = facts_of(found, dtype=setup.dtype, num_groups=setup.num_groups)
     if flags.length is None and facts.max_length is not None:
         setup = replace(setup, length=min(setup.length, facts.max_length))
@@ -169,7 +173,7 @@ def _with_config(setup: Setup, flags: PlanFlags, config: DeepSpeedConfig, resolv
     """The setup with what the config decided."""
     num_groups = 1 if config.optimizer is not None else 2
     if resolved.optimizer is not None and flags.optimizer is None:
-        optimizer = _kind_of(resolved, num_groups)
+        optimizer = kind_of(resolved, num_groups)
     elif "optimizer.type" in config.left_out and flags.optimizer is None:
         optimizer = OptimizerKind(name="the config's optimizer")
     else:
@@ -275,8 +279,8 @@ def optimizer_kind(name: str | None, *, num_groups: int) -> OptimizerKind:
     return OptimizerKind(name=found[0], groups=({"fused": found[1]},) * num_groups)
 
 
-def _kind_of(resolved: Resolved, num_groups: int) -> OptimizerKind:
-    """The optimizer of a config's section; the run makes it with a fused kernel where torch has one."""
+def kind_of(resolved: Resolved, num_groups: int) -> OptimizerKind:
+    """The optimizer of a config's section, or the Trainer's; the run takes a fused kernel where torch has one."""
     spec = resolved.optimizer
     if spec is None:
         return optimizer_kind(None, num_groups=num_groups)
@@ -297,104 +301,3 @@ def _scheme_options(scheme: str, config: DeepSpeedConfig | None) -> SchemeOption
     }
     values: dict[str, Any] = {key: value for key, value in given.items() if key in reads and value is not None}
     return SchemeOptions(**values)
-
-
-# ---- a run that is about to start ----
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunToPlan:
-    """A training run as far as its plan needs to know it.
-
-    Attributes:
-        config: The model's config, with the name the user gave.
-        resolved: What config and flags decided.
-        optim: The Trainer's optimizer.
-        dtype_as_loaded: ``--dtype``; None or "auto" is the checkpoint's.
-        attention: ``--attn_implementation``; None is transformers' default.
-        longest: Tokens of the longest sequence; or None if it is not known before it is drawn.
-        model_max_length: Tokens after which a sequence is cut.
-        recomputes: Gradient checkpointing.
-        device: Where it runs.
-        ranks_per_node: Ranks on this machine.
-    """
-
-    config: FoundConfig
-    resolved: Resolved
-    optim: str
-    dtype_as_loaded: str | None
-    attention: str | None
-    longest: int | None
-    model_max_length: int
-    recomputes: bool
-    device: str
-    ranks_per_node: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedEngine:
-    """What the plan of a run says of its engine.
-
-    Attributes:
-        layout: Which rank holds which elements.
-        options: What the stage cuts, and dtypes.
-        optimizer: Which states there are.
-    """
-
-    layout: Layout
-    options: PlannedOptions
-    optimizer: OptimizerKind
-
-
-def planned_engine(run: RunToPlan) -> PlannedEngine:
-    """The engine's side of the plan, which needs config and flags alone, no weights.
-
-    Raises:
-        ShardglassError: The model's config makes no model.
-    """
-    facts, setup = _facts_and_setup(run)
-    return PlannedEngine(
-        layout=units_layout(facts.params, setup.world_size),
-        options=setup.options,
-        optimizer=setup.optimizer,
-    )
-
-
-def plans_of_run(run: RunToPlan) -> tuple[Plan, Plan]:
-    """The plan with the longest sequences, and that with the shortest ones if the longest are not known.
-
-    Raises:
-        ShardglassError: The model's config makes no model.
-    """
-    facts, setup = _facts_and_setup(run)
-    longest = make_plan(facts, setup)
-    return longest, longest if run.longest is not None else make_plan(facts, replace(setup, length=2))
-
-
-def _facts_and_setup(run: RunToPlan) -> tuple[ModelFacts, Setup]:
-    """Model and run, as a plan takes them."""
-    num_groups = 2 if run.resolved.optimizer is None else 1
-    dtype = run.resolved.param_dtype
-    facts = facts_of(run.config, dtype=dtype, num_groups=num_groups)
-    if run.dtype_as_loaded not in (None, "auto"):
-        facts = replace(facts, stored_dtype=str(run.dtype_as_loaded))
-    spec = run.resolved.optimizer
-    setup = Setup(
-        world_size=run.resolved.batch.world_size,
-        stage=run.resolved.stage,
-        dtype=dtype,
-        reduce_dtype=run.resolved.reduce_dtype,
-        accum_dtype=run.resolved.accum_dtype,
-        prefetch_units=run.resolved.options.prefetch_units,
-        max_live_numel=run.resolved.options.max_live_numel,
-        optimizer=optimizer_kind(run.optim, num_groups=2) if spec is None else _kind_of(run.resolved, 1),
-        num_groups=num_groups,
-        micro_batch=run.resolved.batch.micro,
-        accumulation=run.resolved.batch.accumulation,
-        length=run.model_max_length if run.longest is None else run.longest,
-        recomputes=run.recomputes,
-        attention="eager" if run.attention == "eager" else "sdpa",
-        device="cuda" if run.device == "cuda" else "cpu",
-        ranks_per_node=run.ranks_per_node,
-    )
-    return facts, setup

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardglass.errors import ConfigError, ModelError, UsageError
-from shardglass.hf.meta import facts_of, find_config
+from shardglass.hf.meta import facts_of
+from shardglass.hf.model_config import find_config
 from shardglass.hf.planning import Planned, optimizer_kind
 from shardglass.plan.kinds import STATES, OptimizerKind
 from shardglass.plan.plan import make_plan

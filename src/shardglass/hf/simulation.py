@@ -20,7 +20,8 @@ from shardglass.engine.handle import Handle
 from shardglass.engine.links import SimulatedLinks
 from shardglass.engine.shard import shard_over
 from shardglass.errors import ConfigError, ModelError, ShardglassError, UsageError
-from shardglass.hf.meta import FoundConfig, group_parameters
+from shardglass.hf.meta import group_parameters
+from shardglass.hf.model_config import FoundConfig
 from shardglass.lens.moments import MomentPeaks
 from shardglass.options import EngineOptions
 from shardglass.plan.setup import Setup

@@ -30,12 +30,12 @@ from shardglass.hf.load import check_model_path, load_config_of, load_model, loa
 from shardglass.hf.look_signal import LookSignal
 from shardglass.hf.looking import LookCallback, clear_snapshots
 from shardglass.hf.memory_check import check_memory
-from shardglass.hf.meta import FoundConfig
 from shardglass.hf.mistakes import mistakes_told
+from shardglass.hf.model_config import FoundConfig
 from shardglass.hf.output_folder import SUMMARY_FILE, check_output_folder
-from shardglass.hf.planning import RunToPlan, planned_engine
 from shardglass.hf.rehearsal import check_optimizer, check_schedule
 from shardglass.hf.resolved_file import ResolvedConfigCallback
+from shardglass.hf.run_planning import RunToPlan, planned_engine
 from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
 from shardglass.report.terminal import render_summary

@@ -6,7 +6,8 @@ Owns which plans it rests on. Leaves its text to ``report.zero_page``.
 import sys
 
 from shardglass.config import load_config
-from shardglass.hf.meta import facts_of, find_config
+from shardglass.hf.meta import facts_of
+from shardglass.hf.model_config import find_config
 from shardglass.hf.planning import PlanFlags, setup_of
 from shardglass.plan.plan import Plan, make_plan
 from shardglass.report.zero_page import zero_page
