@@ -115,6 +115,12 @@ def test_the_qwen_command_trains_shows_its_summary_and_saves_a_plain_model(input
     assert (told["run"]["source"], told["run"]["loss"]["steps"]) == ("trainer_state.json", [1, 2, 3, 4])
     assert told["run"]["accounts"][0]["planned"] == told["run"]["accounts"][0]["measured"]
     assert told["model"]["plan"]["run"]["world_size"] == 2
+    changes = {"resume_from_checkpoint": "True", "gradient_accumulation_steps": "2"}
+    refused = run(command(inputs, tmp_path / "out", **changes))
+    assert refused.returncode != 0
+    assert refused.stderr.count("was written by a run that drew its data otherwise") == 1, "one rank tells it for all"
+    assert "src/shardglass" not in refused.stderr, "no traceback of ours"
+    assert (tmp_path / "out" / "checkpoint-4").is_dir()
 
 
 def test_with_the_config_of_zero3_it_trains_and_saves_a_plain_model_too(inputs, tmp_path):

@@ -23,7 +23,16 @@ class ShardglassError(Exception):
     """Base of every error that shardglass raises on purpose.
 
     A command that ends with one prints its message without a traceback and exits with code 2.
+
+    Args:
+        text: The message.
+        is_shared: Every rank raises the same one at the same point, so one of them can tell it for all.
     """
+
+    def __init__(self, text: str, *, is_shared: bool = False) -> None:
+        """Keep the message as an exception's argument."""
+        super().__init__(text)
+        self.is_shared = is_shared
 
 
 class ConfigError(ShardglassError):

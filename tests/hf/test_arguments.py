@@ -129,8 +129,10 @@ def test_a_switch_is_given_bare_or_with_a_value(words, value):
     assert parse(*words, "--seed", "3").data.lazy_preprocess is value
 
 
-def test_the_last_of_a_repeated_flag_counts():
-    assert parse("--seed", "1", "--seed", "2").training.seed == 2
+def test_the_last_of_a_repeated_flag_counts_and_that_is_said():
+    command = parse("--seed", "1", "--seed", "2", "--max_steps", "3", "--max_steps", "3")
+    assert command.training.seed == 2
+    assert [note for note in command.notes if "twice" in note] == ["--seed is given twice, 1 and 2: the last counts"]
 
 
 def test_two_names_of_a_flag_must_agree():

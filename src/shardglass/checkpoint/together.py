@@ -31,8 +31,9 @@ def together(handle: Handle, target: Path, done: str, work: Callable[[], object]
     faults = handle.agree(f"a checkpoint to be {done}", fault)
     told = [f"rank {rank}: {text}" for rank, text in enumerate(faults) if text is not None]
     if told:
-        same = len(told) == len(faults) and len(set(faults)) == 1
-        raise CheckpointError(str(faults[0]) if same else f"{target}: not {done}: {'; '.join(told)}") from cause
+        if len(told) == len(faults) and len(set(faults)) == 1:
+            raise CheckpointError(str(faults[0]), is_shared=True) from cause
+        raise CheckpointError(f"{target}: not {done}: {'; '.join(told)}", is_shared=True) from cause
 
 
 def _text_of(error: BaseException) -> str:

@@ -272,7 +272,8 @@ class OptimizerShards:
         if self._skipped_in_a_row >= self._options.max_skipped_steps:
             raise NonFiniteError(
                 f"{message}. {self._skipped_in_a_row} steps in a row were skipped: look at the data of that "
-                "micro-batch, lower the learning rate, or set skip_nonfinite=False to go on"
+                "micro-batch, lower the learning rate, or set skip_nonfinite=False to go on",
+                is_shared=True,
             )
         if self._comm.rank == 0:
             log.warning("%s", message)

@@ -95,7 +95,8 @@ def check_position(folder: Path, now: Mapping[str, int], *, ignore_data_skip: bo
         if "world_size" in differing
         else "keep them, or give --ignore_data_skip True to begin the epoch anew"
     )
-    raise CheckpointError(f"{folder} was written by a run that drew its data otherwise; {remedy}:{rows}")
+    text = f"{folder} was written by a run that drew its data otherwise; {remedy}:{rows}"
+    raise CheckpointError(text, is_shared=True)
 
 
 def check_resume(wanted: str | bool | None, output_dir: Path, world_size: int) -> None:  # noqa: FBT001

@@ -84,10 +84,12 @@ class Scanned:
     written: dict[str, str] = field(default_factory=dict)
 
     def put(self, name: str, value: object, as_written: str) -> None:
-        """Keep a value; the last one of a flag counts, but two names of one flag must agree."""
+        """Keep a value; the last one of a flag counts and that is said, but two names of one flag must agree."""
         before = self.written.get(name)
         if before is not None and before != as_written and self.values[name] != value:
             self.faults.append(f"--{before} and --{as_written} are the same flag with two values: give one of them")
+        elif before is not None and self.values[name] != value:
+            self.note(f"--{as_written} is given twice, {self.values[name]} and {value}: the last counts")
         self.values[name] = value
         self.written[name] = as_written
 

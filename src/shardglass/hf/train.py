@@ -97,7 +97,7 @@ def _run(argv: Sequence[str], defaults: Mapping[str, str], told: Told, *, is_mai
     try:
         _train(trainer, [*notes, *found], Console(soft_wrap=True) if is_main else None)
     except ShardglassError as error:
-        _fail(error, shared=False)
+        _fail(error, shared=error.is_shared)
 
 
 def _meet_debugger(command: Command, debugged: str | None) -> list[str]:
