@@ -27,7 +27,7 @@ TWO_WORKERS := --numprocesses 2 --dist loadfile
 export HF_HUB_OFFLINE := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: demo test soak bench clean
+.PHONY: demo test soak bench with-deepspeed clean
 
 demo: .venv/.installed
 	@$(BIN)/python examples/demo/run.py
@@ -44,6 +44,10 @@ soak: .venv/.installed
 
 bench: .venv/.installed
 	@$(BIN)/python bench/compare.py
+
+# For the tests beside the real DeepSpeed; it compiles its parts for the CPU when they are first used (g++ and ninja).
+with-deepspeed: .venv/.installed
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) --no-build-isolation --editable '.[deepspeed]' ninja
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
