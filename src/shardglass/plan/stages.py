@@ -17,7 +17,14 @@ from shardglass.layout import Layout, group_runs
 from shardglass.options import DTYPE_BYTES
 from shardglass.plan.activations import Activations, MicroBatch, activations
 from shardglass.plan.kinds import PlannedOptions
-from shardglass.plan.memory import accum_dtype, gathered_bytes, heaviest_rank, master_dtype, planned_bytes
+from shardglass.plan.memory import (
+    accum_dtype,
+    gathered_bytes,
+    heaviest_rank,
+    in_backward_bytes,
+    master_dtype,
+    planned_bytes,
+)
 from shardglass.plan.model import ModelFacts
 from shardglass.plan.setup import GIB, Setup
 
@@ -121,6 +128,7 @@ class EngineSide:
         rank: The heaviest rank.
         engine: The engine's own bytes, by category.
         gathered: Bytes of gathered units.
+        in_flight: Bytes that gradients travel in, where they are let go of after backward.
         temporaries: Bytes that the step makes and drops.
         loading: Bytes at the highest moment of loading.
     """
@@ -129,6 +137,7 @@ class EngineSide:
     rank: int
     engine: tuple[Category, ...]
     gathered: int
+    in_flight: int
     temporaries: int
     loading: int
 
@@ -143,6 +152,7 @@ def engine_side(facts: ModelFacts, setup: Setup, layout: Layout, stage: int) -> 
         rank=rank,
         engine=tuple(Category(name=name, bytes=size) for name, size in engine.items()),
         gathered=gathered_bytes(layout, options),
+        in_flight=in_backward_bytes(layout, options, setup.shape),
         temporaries=_step_temporaries(setup, layout, options, rank),
         loading=_loading_bytes(facts, layout, engine),
     )
@@ -156,6 +166,7 @@ def stage_plan(facts: ModelFacts, setup: Setup, side: EngineSide) -> StagePlan:
     terms.append(Term(name=GATHERED, bytes=side.gathered, moments=(LOSS, BACKWARD)))
     if forward is not None:
         terms += _forward_terms(forward)
+    terms.append(Term(name="gradients in flight", bytes=side.in_flight, moments=(BACKWARD,)))
     terms.append(Term(name="a tensor's gradient", bytes=_gradient_in_flight(facts), moments=(BACKWARD,)))
     terms.append(Term(name="step temporaries", bytes=side.temporaries, moments=(STEP,)))
     terms.append(Term(name="model as loaded", bytes=side.loading, moments=(LOADING,)))
