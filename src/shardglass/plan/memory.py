@@ -172,10 +172,10 @@ def _local_bytes(buffer: Buffer, options: Sharding) -> int:
 def _flat_bytes(layout: Layout, options: Sharding, shape: StepShape) -> int:
     """The pool of flats that gradients travel in.
 
-    The pool does not shrink during a backward, so it holds for each form as many flats as were out at once. A flat is out from its unit's
-    first gradient until its reduction was waited for, which is just before the reduction after the next
-    ``REDUCTIONS_IN_FLIGHT`` starts. Hence 2 flats for a form that occurs in neighbouring units, 1 for others. With a
-    local sum a flat is needed only to cast it, and is taken after the wait: 1 for each form; none if the sum has the
+    The pool does not shrink during a backward, so it holds for each form as many flats as were out at once. A flat is
+    out from its unit's first gradient until its reduction was waited for, which is just before the reduction after the
+    next ``REDUCTIONS_IN_FLIGHT`` starts. Hence 2 flats for a form that occurs in neighbouring units, 1 for others. With
+    a local sum a flat is needed only to cast it, and is taken after the wait: 1 for each form; none if the sum has the
     wire's dtype and travels itself.
     """
     pool = _Pool()

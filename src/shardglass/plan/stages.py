@@ -154,7 +154,7 @@ def engine_side(facts: ModelFacts, setup: Setup, layout: Layout, stage: int) -> 
         gathered=gathered_bytes(layout, options),
         in_flight=in_backward_bytes(layout, options, setup.shape),
         temporaries=_step_temporaries(setup, layout, options, rank),
-        loading=_loading_bytes(facts, layout, engine),
+        loading=_loading_bytes(facts, layout, options, engine),
     )
 
 
@@ -258,13 +258,18 @@ def _step_temporaries(setup: Setup, layout: Layout, options: PlannedOptions, ran
     return cast + (sum(sizes) if setup.device == "cuda" else 2 * max(sizes))
 
 
-def _loading_bytes(facts: ModelFacts, layout: Layout, engine: dict[str, int]) -> int:
+def _loading_bytes(facts: ModelFacts, layout: Layout, options: PlannedOptions, engine: dict[str, int]) -> int:
     """The model in the checkpoint's dtype turning, unit by unit, into buffers and master weights.
 
     Before the first unit there is the whole model as stored, after the last one the engine's buffers; beside the
-    higher of the two one unit's copies in both dtypes (source: ``engine.buffers.ParamBuffer``).
+    higher of the two one unit's copies in both dtypes (source: ``engine.buffers.ParamBuffer``). At a stage that shards
+    parameters a rank reads only its own part of each unit, so the model is whole nowhere: beside what is kept there are
+    a unit's room and the part that is read, as stored and cast (source: ``hf.sharded_start``).
     """
     stored = DTYPE_BYTES[facts.stored_dtype]
+    if options.rules.shards_params:
+        unit = max(b.numel * b.itemsize + 2 * b.shard_numel * stored for b in layout.buffers)
+        return engine["parameters"] + engine["master weights"] + unit
     units = [list(group) for _, group in groupby(layout.buffers, key=lambda buffer: buffer.unit)]
     copies = max(sum(b.numel * (stored + (b.itemsize if b.itemsize != stored else 0)) for b in unit) for unit in units)
     kept = engine["parameters"] + engine["master weights"]
