@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from shardglass.hf.arguments import ZeroTrainingArguments
+    from shardglass.hf.sharded_start import open_model
     from shardglass.hf.trainer import ZeroMixin, ZeroTrainer
     from shardglass.lens.look import look, state_of, where
     from shardglass.lens.snapshot import Snapshot
@@ -52,6 +53,7 @@ __all__ = [
     "__version__",
     "load_checkpoint",
     "look",
+    "open_model",
     "save_checkpoint",
     "shard",
     "state_of",
@@ -67,6 +69,7 @@ _HOMES = {
     "ZeroTrainingArguments": "shardglass.hf.arguments",
     "load_checkpoint": "shardglass.checkpoint.load",
     "look": "shardglass.lens.look",
+    "open_model": "shardglass.hf.sharded_start",
     "save_checkpoint": "shardglass.checkpoint.save",
     "shard": "shardglass.engine.shard",
     "state_of": "shardglass.lens.look",

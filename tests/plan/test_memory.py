@@ -219,7 +219,12 @@ def test_what_each_stage_cuts():
 def test_stage_3_keeps_master_weights_alone_and_gathers_a_unit_and_the_next():
     layout = two_blocks(2)  # units of 64, 192 and 192 elements
     sharded, whole = (planned_bytes(layout, EngineOptions(stage=s), 0, optimizer=ADAMW) for s in (3, 2))
-    assert sharded == whole | {"parameters": 0}
+    means, flats, received = (96 + 96 + 32) * 4, (2 * 192 + 64) * 2, (96 + 32) * 2
+    assert whole["gradients"] == means + flats
+    communication = whole["communication"] - received
+    assert sharded == whole | {"parameters": 0, "gradients": means, "communication": communication}
+    assert memory.in_backward_bytes(layout, EngineOptions(stage=3)) == flats + received
+    assert memory.in_backward_bytes(layout, EngineOptions(stage=2)) == 0
     fp32 = two_blocks(2, "float32")
     assert planned_bytes(fp32, EngineOptions(stage=3), 0, optimizer=ADAMW)["master weights"] == (96 + 96 + 32) * 4
     for given, numel in (

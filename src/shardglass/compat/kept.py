@@ -50,6 +50,7 @@ class HfDeepSpeedConfig:
 
     While the object is alive ``is_zero3_enabled()`` knows its stage. It changes nothing else: ``from_pretrained``
     loads the whole model on every rank also while a config of stage 3 is alive, and ``shard()`` cuts it afterwards.
+    A model that no rank loads whole is opened by ``shardglass.open_model``.
 
     Attributes:
         config: The JSON as nested dicts, without comment keys; a copy.

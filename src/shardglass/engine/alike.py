@@ -73,8 +73,17 @@ def device_of(model: nn.Module) -> torch.device:
     return device
 
 
-def check_alike(comm: Comm, layout: Layout, options: EngineOptions, optimizer: torch.optim.Optimizer) -> None:
+def check_alike(
+    comm: Comm, layout: Layout, options: EngineOptions, optimizer: torch.optim.Optimizer, *, reads_own: bool = False
+) -> None:
     """Compare model, options and optimizer over ranks before the first tensor moves; collective.
+
+    Args:
+        comm: The ranks.
+        layout: This rank's layout.
+        options: Its options.
+        optimizer: Its optimizer.
+        reads_own: Whether it reads its part of the weights itself.
 
     Raises:
         CollectiveError: Names the first rank that differs from rank 0, and in what.
@@ -84,6 +93,7 @@ def check_alike(comm: Comm, layout: Layout, options: EngineOptions, optimizer: t
         "layout": layout.fingerprint,
         "optimizer": type(optimizer).__name__,
         "param_groups": groups,
+        "weights read by each rank": reads_own,
         **asdict(options),
     }
     everyone: list[dict[str, Any]] = comm.exchange("layout and options", mine)

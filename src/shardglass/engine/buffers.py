@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardglass.engine.comm import Comm
 from shardglass.engine.freed import FreedParameter, UseOfFreed, freed_class
+from shardglass.engine.sources import WeightSource, take_guard_off
 from shardglass.layout import Buffer, Layout
 from shardglass.layout.line import held_line
 from shardglass.options import Stage
@@ -41,7 +42,13 @@ class ParamBuffer:
     kept: Tensor | None = None  # [shard_numel] in the model's dtype: a frozen buffer's shard where ``whole`` is dropped
 
     def __init__(
-        self, layout: Buffer, index: int, params: Mapping[str, nn.Parameter], comm: Comm, stage: Stage
+        self,
+        layout: Buffer,
+        index: int,
+        params: Mapping[str, nn.Parameter],
+        comm: Comm,
+        stage: Stage,
+        weights: WeightSource | None = None,
     ) -> None:
         """Move the parameters into one buffer and spread rank 0's values; collective.
 
@@ -51,6 +58,7 @@ class ParamBuffer:
             params: The model's parameters by name.
             comm: For the broadcast.
             stage: Says whether the master weights are cut.
+            weights: Where each rank reads the values of hollow parameters; None spreads rank 0's.
         """
         self.layout, self.index, self.rank = layout, index, comm.rank
         self.params = [params[spec.name] for spec in layout.params]
@@ -61,26 +69,52 @@ class ParamBuffer:
         source = dtype
         for p in self.params:
             source = torch.promote_types(source, p.dtype) if p.is_floating_point() else dtype
-        staging = torch.zeros(layout.numel, dtype=source, device=device)
-        for p, offset in zip(self.params, layout.offsets, strict=True):
-            staging[offset : offset + p.numel()].copy_(p.detach().reshape(-1))
-        comm.broadcast(f"the initial {layout.key}", staging)
-        self.whole = staging if source == dtype else staging.to(dtype)
-        for p, view in zip(self.params, self.views(self.whole), strict=True):
-            p.data = view
-        self.master = self._make_master(staging) if layout.trainable else None
         self._freed: list[type] = []  # the class of each parameter without values, see ``freed``
+        low, high = self.state_range
+        reads_own = weights is not None and weights.on_every_rank
+        if weights is not None and reads_own and not self.keeps_whole:
+            own = self._read(weights, low, high, source, device)
+            self.whole = torch.empty(layout.numel, dtype=dtype, device=device)
+        else:
+            staging = self._staged(weights, source, device)
+            if not reads_own:
+                comm.broadcast(f"the initial {layout.key}", staging)
+            self.whole = staging if source == dtype else staging.to(dtype)
+            own = staging[low:high] if self.keeps_whole else staging[low:high].clone()
+        for p, view in zip(self.params, self.views(self.whole), strict=True):
+            take_guard_off(p)
+            p.data = view
+        self.master = self._make_master(own) if layout.trainable else None
         if not self.keeps_whole:
-            self.kept = None if layout.trainable else self.own_part().clone()
+            self.kept = None if layout.trainable else own.to(dtype)
             self.whole.untyped_storage().resize_(0)  # at once: the units after this one are still whole as loaded
 
-    def _make_master(self, staging: Tensor) -> Tensor:
+    def _staged(self, weights: WeightSource | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel] The whole buffer, in the dtype the values come in; zeros where this rank does not know them."""
+        if weights is not None:
+            return self._read(weights, 0, self.layout.numel, dtype, device)
+        staging = torch.zeros(self.layout.numel, dtype=dtype, device=device)
+        for p, offset in zip(self.params, self.layout.offsets, strict=True):
+            if not take_guard_off(p):
+                staging[offset : offset + p.numel()].copy_(p.detach().reshape(-1))
+        return staging
+
+    def _read(self, weights: WeightSource, low: int, high: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[high - low] A range of the whole buffer, read from where the values are; its gaps are zero."""
+        run = torch.zeros(high - low, dtype=dtype, device=device)
+        for spec, offset in zip(self.layout.params, self.layout.offsets, strict=True):
+            start, stop = max(low, offset), min(high, offset + spec.numel)
+            if start < stop:
+                run[start - low : stop - low].copy_(weights.read(spec.name, start - offset, stop - offset))
+        return run
+
+    def _make_master(self, own: Tensor) -> Tensor:
         """The master weights of this rank, from the numbers before the cast."""
         low, high = self.state_range
         wanted = master_dtype(self.whole.dtype)
         if self.whole.dtype == wanted and self.keeps_whole:
             return self.whole[low:high]
-        return staging[low:high].to(wanted, copy=True)
+        return own.to(wanted, copy=self.keeps_whole)  # elsewhere ``own`` has memory of its own already
 
     @property
     def shares_memory(self) -> bool:
@@ -205,6 +239,12 @@ def owned_range(layout: Buffer, rank: int, stage: Stage) -> tuple[int, int]:
     return rank * layout.shard_numel, (rank + 1) * layout.shard_numel
 
 
-def make_buffers(layout: Layout, params: Mapping[str, nn.Parameter], comm: Comm, stage: Stage) -> list[ParamBuffer]:
+def make_buffers(
+    layout: Layout,
+    params: Mapping[str, nn.Parameter],
+    comm: Comm,
+    stage: Stage,
+    weights: WeightSource | None = None,
+) -> list[ParamBuffer]:
     """Every buffer of the layout in memory, one after the other so that at most one is held twice; collective."""
-    return [ParamBuffer(buffer, b, params, comm, stage) for b, buffer in enumerate(layout.buffers)]
+    return [ParamBuffer(buffer, b, params, comm, stage, weights) for b, buffer in enumerate(layout.buffers)]

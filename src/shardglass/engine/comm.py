@@ -241,6 +241,10 @@ class Comm:
         taken = [free.pop() for _ in range(min(count, len(free)))]
         return taken + [flat.new_empty(shard) for _ in range(count - len(taken))]
 
+    def release(self) -> None:
+        """Let go of the buffers that parts were received in; no reduction is under way."""
+        self._receive.clear()
+
     def buffer_tensors(self) -> list[Tensor]:
         """The tensors it keeps, for the memory account."""
         return [*self.scratch.tensors(), *(t for free in self._receive.values() for t in free)]

@@ -31,8 +31,13 @@ class FlatPool:
         """Return a flat nobody reads any more."""
         self._free.setdefault(form, []).append(flat)
 
+    def clear(self) -> None:
+        """Let go of every flat; all of them were given back."""
+        self._free.clear()
+        self._all.clear()
+
     def tensors(self) -> list[Tensor]:
-        """Every flat it ever made."""
+        """Every flat there is."""
         return self._all
 
 

@@ -290,6 +290,9 @@ class Gradients:
         for chained in self._settling:
             chained.settle()
         self._settling.clear()
+        if self._options.rules.shards_params:  # who shards parameters wants memory more than the time of new pages
+            self._pool.clear()
+            self._comm.release()
 
     def _wait_for(self, bucket: Bucket) -> None:
         """End a bucket's reduction before its second one, which adds to the same shard."""

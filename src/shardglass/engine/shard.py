@@ -29,8 +29,9 @@ from shardglass.engine.optim import OptimizerShards, check_optimizer
 from shardglass.engine.parts import Parts
 from shardglass.engine.registry import live_handle
 from shardglass.engine.runtime import Runtime
+from shardglass.engine.sources import is_hollow, take_source
 from shardglass.engine.units import build_units, param_specs
-from shardglass.errors import UsageError
+from shardglass.errors import ModelError, UsageError
 from shardglass.layout import units_layout
 from shardglass.options import EngineOptions
 
@@ -99,9 +100,12 @@ def shard_over(
     dtype = torch_dtype(options.param_dtype) if options.param_dtype is not None else None
     specs = param_specs(cut, optimizer, dtype)
     layout = units_layout(specs, comm.world_size)
-    check_alike(comm, layout, options, optimizer)
+    weights = take_source(model)
+    check_alike(comm, layout, options, optimizer, reads_own=weights is not None and weights.on_every_rank)
+    if weights is None and comm.rank == 0 and is_hollow(model):
+        raise ModelError("rank 0's model has no values to spread: load it there, or note where they are for every rank")
     params = {name: p for unit in cut for name, p in unit.params.items()}
-    buffers = make_buffers(layout, params, comm, options.rules)
+    buffers = make_buffers(layout, params, comm, options.rules, weights)
     for name, tensor in model.named_buffers():
         comm.broadcast(f"the module buffer {name}", tensor)
     parts = Parts(

@@ -36,8 +36,10 @@ from shardglass.hf.output_folder import SUMMARY_FILE, check_output_folder
 from shardglass.hf.rehearsal import check_optimizer, check_schedule
 from shardglass.hf.resolved_file import ResolvedConfigCallback
 from shardglass.hf.run_planning import RunToPlan, planned_engine
+from shardglass.hf.sharded_start import open_model
 from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
+from shardglass.options import STAGES
 from shardglass.report.terminal import render_summary
 from shardglass.resolve import Resolved, note_of_short_data
 
@@ -211,12 +213,11 @@ def build_trainer(
         decides=training.device.type == "cuda" or int(os.environ.get("LOCAL_RANK", "0")) == 0,
         console=Console(soft_wrap=True) if is_main else None,
     )
-    model = load_model(
-        model_args.model_name_or_path,
-        attn_implementation=model_args.attn_implementation,
-        dtype=model_args.dtype,
-        **where,
-    )
+    given = {"attn_implementation": model_args.attn_implementation, "dtype": model_args.dtype, **where}
+    if STAGES[resolved.stage].shards_params:
+        model = open_model(model_args.model_name_or_path, device=training.device, is_main=is_main, **given)
+    else:
+        model = load_model(model_args.model_name_or_path, **given)
     if "log_level_replica" not in command.given:
         training.log_level_replica = "error"  # the Trainer sets transformers' verbosity anew: rank 0 alone speaks
     prepare_for_training(model, tokenizer, recomputes=_recomputes(training))

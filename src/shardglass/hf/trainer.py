@@ -32,6 +32,7 @@ from shardglass.config import DeepSpeedConfig, load_config
 from shardglass.engine.handle import Handle
 from shardglass.engine.registry import live_handle
 from shardglass.engine.shard import shard
+from shardglass.engine.sources import is_hollow
 from shardglass.errors import ConfigError, UsageError
 from shardglass.hf.accelerated import precision_fault
 from shardglass.hf.arguments import ZeroTrainingArguments, check_plain_arguments
@@ -113,6 +114,11 @@ class ZeroMixin(CheckpointMixin):
             raise ConfigError("; ".join(faults))
 
     # ---- what a Trainer builds ----
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave a model alone whose values come when it is sharded: it was made for its device."""
+        if not is_hollow(model):
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """No autocast: the engine casts the parameters, and nothing else is cast."""

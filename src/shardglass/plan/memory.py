@@ -54,11 +54,22 @@ def _same_on_all_ranks(layout: Layout, options: Sharding, shape: StepShape) -> d
     return {
         "parameters": sum(_param_numel(b, options) * b.itemsize for b in layout.buffers),
         "master weights": sum(_master_bytes(b, options) for b in trainable),
-        "gradients": _flat_bytes(layout, options, shape)
-        + sum(_mean_bytes(b, options) for b in trainable)
-        + sum(_local_bytes(b, options) for b in trainable if shape.uses_local),
-        "communication": _receive_bytes(layout, options, shape) + _scratch_bytes(layout, options, shape),
+        "gradients": sum(_mean_bytes(b, options) for b in trainable)
+        + sum(_local_bytes(b, options) for b in trainable if shape.uses_local)
+        + (0 if options.rules.shards_params else _flat_bytes(layout, options, shape)),
+        "communication": _scratch_bytes(layout, options, shape)
+        + (0 if options.rules.shards_params else _receive_bytes(layout, options, shape)),
     }
+
+
+def in_backward_bytes(layout: Layout, options: Sharding, shape: StepShape = PLAIN_STEP) -> int:
+    """What gradients travel in and arrive in, at a stage that lets go of it when backward ends; 0 at the others.
+
+    They keep it from step to step, so it is in ``planned_bytes``.
+    """
+    if not options.rules.shards_params:
+        return 0
+    return _flat_bytes(layout, options, shape) + _receive_bytes(layout, options, shape)
 
 
 def heaviest_rank(
@@ -161,10 +172,10 @@ def _local_bytes(buffer: Buffer, options: Sharding) -> int:
 def _flat_bytes(layout: Layout, options: Sharding, shape: StepShape) -> int:
     """The pool of flats that gradients travel in.
 
-    The pool never shrinks, so it holds for each form as many flats as were out at once. A flat is out from its unit's
-    first gradient until its reduction was waited for, which is just before the reduction after the next
-    ``REDUCTIONS_IN_FLIGHT`` starts. Hence 2 flats for a form that occurs in neighbouring units, 1 for others. With a
-    local sum a flat is needed only to cast it, and is taken after the wait: 1 for each form; none if the sum has the
+    The pool does not shrink during a backward, so it holds for each form as many flats as were out at once. A flat is
+    out from its unit's first gradient until its reduction was waited for, which is just before the reduction after the
+    next ``REDUCTIONS_IN_FLIGHT`` starts. Hence 2 flats for a form that occurs in neighbouring units, 1 for others. With
+    a local sum a flat is needed only to cast it, and is taken after the wait: 1 for each form; none if the sum has the
     wire's dtype and travels itself.
     """
     pool = _Pool()

@@ -17,7 +17,14 @@ from shardglass.layout import Layout, group_runs
 from shardglass.options import DTYPE_BYTES
 from shardglass.plan.activations import Activations, MicroBatch, activations
 from shardglass.plan.kinds import PlannedOptions
-from shardglass.plan.memory import accum_dtype, gathered_bytes, heaviest_rank, master_dtype, planned_bytes
+from shardglass.plan.memory import (
+    accum_dtype,
+    gathered_bytes,
+    heaviest_rank,
+    in_backward_bytes,
+    master_dtype,
+    planned_bytes,
+)
 from shardglass.plan.model import ModelFacts
 from shardglass.plan.setup import GIB, Setup
 
@@ -121,6 +128,7 @@ class EngineSide:
         rank: The heaviest rank.
         engine: The engine's own bytes, by category.
         gathered: Bytes of gathered units.
+        in_flight: Bytes that gradients travel in, where they are let go of after backward.
         temporaries: Bytes that the step makes and drops.
         loading: Bytes at the highest moment of loading.
     """
@@ -129,6 +137,7 @@ class EngineSide:
     rank: int
     engine: tuple[Category, ...]
     gathered: int
+    in_flight: int
     temporaries: int
     loading: int
 
@@ -143,8 +152,9 @@ def engine_side(facts: ModelFacts, setup: Setup, layout: Layout, stage: int) -> 
         rank=rank,
         engine=tuple(Category(name=name, bytes=size) for name, size in engine.items()),
         gathered=gathered_bytes(layout, options),
+        in_flight=in_backward_bytes(layout, options, setup.shape),
         temporaries=_step_temporaries(setup, layout, options, rank),
-        loading=_loading_bytes(facts, layout, engine),
+        loading=_loading_bytes(facts, layout, options, engine),
     )
 
 
@@ -156,6 +166,7 @@ def stage_plan(facts: ModelFacts, setup: Setup, side: EngineSide) -> StagePlan:
     terms.append(Term(name=GATHERED, bytes=side.gathered, moments=(LOSS, BACKWARD)))
     if forward is not None:
         terms += _forward_terms(forward)
+    terms.append(Term(name="gradients in flight", bytes=side.in_flight, moments=(BACKWARD,)))
     terms.append(Term(name="a tensor's gradient", bytes=_gradient_in_flight(facts), moments=(BACKWARD,)))
     terms.append(Term(name="step temporaries", bytes=side.temporaries, moments=(STEP,)))
     terms.append(Term(name="model as loaded", bytes=side.loading, moments=(LOADING,)))
@@ -247,13 +258,18 @@ def _step_temporaries(setup: Setup, layout: Layout, options: PlannedOptions, ran
     return cast + (sum(sizes) if setup.device == "cuda" else 2 * max(sizes))
 
 
-def _loading_bytes(facts: ModelFacts, layout: Layout, engine: dict[str, int]) -> int:
+def _loading_bytes(facts: ModelFacts, layout: Layout, options: PlannedOptions, engine: dict[str, int]) -> int:
     """The model in the checkpoint's dtype turning, unit by unit, into buffers and master weights.
 
     Before the first unit there is the whole model as stored, after the last one the engine's buffers; beside the
-    higher of the two one unit's copies in both dtypes (source: ``engine.buffers.ParamBuffer``).
+    higher of the two one unit's copies in both dtypes (source: ``engine.buffers.ParamBuffer``). At a stage that shards
+    parameters a rank reads only its own part of each unit, so the model is whole nowhere: beside what is kept there are
+    a unit's room and the part that is read, as stored and cast (source: ``hf.sharded_start``).
     """
     stored = DTYPE_BYTES[facts.stored_dtype]
+    if options.rules.shards_params:
+        unit = max(b.numel * b.itemsize + 2 * b.shard_numel * stored for b in layout.buffers)
+        return engine["parameters"] + engine["master weights"] + unit
     units = [list(group) for _, group in groupby(layout.buffers, key=lambda buffer: buffer.unit)]
     copies = max(sum(b.numel * (stored + (b.itemsize if b.itemsize != stored else 0)) for b in unit) for unit in units)
     kept = engine["parameters"] + engine["master weights"]

@@ -1,0 +1,198 @@
+"""A model that no rank loads whole.
+
+Owns the choice of how its values come, and the model without them. Leaves files to ``weight_files``, what a hollow
+parameter is to ``engine.sources``, and the values' way into the shards to the engine.
+
+[Note: two ways] Where the files have every parameter under the model's own name and shape, each rank reads its own
+slices of them. Otherwise (transformers renames or fuses tensors of this model type, the weights are in pickled
+``.bin`` files, the model's heads are new) rank 0 loads the model as transformers does, the others have it hollow, and
+the engine spreads it unit by unit: rank 0 needs the room for all of it, the others for their shards and one unit.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from shardglass.engine.sources import hollow_out, note_source
+from shardglass.errors import ModelError
+from shardglass.hf.load import load_config_of, load_model
+from shardglass.hf.mistakes import THEIRS, one_line
+from shardglass.hf.weight_files import DTYPES, FileWeights, StoredTensor, stored_tensors
+
+log = logging.getLogger(__name__)
+
+
+def open_model(
+    name: str,
+    *,
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+    device: torch.device | None = None,
+    is_main: bool | None = None,
+    **options: Any,
+) -> Any:
+    """The model without values of its parameters; ``shard`` brings them. Every rank calls it.
+
+    Args:
+        name: A folder or a hub id.
+        cache_dir: Where downloads are kept.
+        trust_remote_code: Run code that comes with the model; only if the user asked.
+        device: Where it is going to be; None is this rank's GPU, or the CPU where there is none.
+        is_main: Whether this is rank 0; None asks torch.distributed, and is every process as long as that is not
+            initialised.
+        options: ``dtype`` and ``attn_implementation`` as ``from_pretrained`` takes them; None counts as absent.
+
+    Returns:
+        The model; once it is sharded it has the numbers that ``load_model`` gives.
+
+    Raises:
+        ModelError: It cannot be opened; says why.
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if is_main is None:
+        is_main = not dist.is_initialized() or dist.get_rank() == 0
+    where: dict[str, Any] = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
+    config = load_config_of(name, **where)
+    given = {key: value for key, value in options.items() if value is not None}
+    stored = _files_of(name, cache_dir) if not get_checkpoint_conversion_mapping(config.model_type) else None
+    dtype = _dtype(given.pop("dtype", "auto"), config, stored or {})
+    model = _hollow_model(name, config, dtype, trust_remote_code=trust_remote_code, **given)
+    reason = "its weights are in no safetensors files of its own names" if stored is None else _misfit(model, stored)
+    dtypes = {key: p.dtype for key, p in model.named_parameters()}
+    hollow_out(model, device)
+    if reason is None and stored is not None:
+        _fill_buffers(model, stored)
+        note_source(model, FileWeights(stored, dtypes))
+        if is_main:
+            _tell_unused(name, model, stored)
+    elif is_main:
+        log.warning("%s: %s, so rank 0 loads it whole and spreads it", name, reason)
+        loaded = load_model(name, **where, **options)
+        for key, buffer in _persistent_buffers(loaded).items():
+            model.get_buffer(key).copy_(buffer)  # rank 0's are spread too
+        note_source(model, _LoadedWeights(loaded))
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.to(device)
+    return model
+
+
+class _LoadedWeights:
+    """Parameters of a model that rank 0 loaded, which are let go of one by one as they are read."""
+
+    on_every_rank = False
+
+    def __init__(self, model: Any) -> None:
+        self._params = {name: param.detach() for name, param in model.named_parameters()}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop`` of a flattened parameter, all of them in one call."""
+        flat: torch.Tensor = self._params.pop(name).reshape(-1)
+        return flat[start:stop]
+
+
+def _files_of(name: str, cache_dir: str | None) -> dict[str, StoredTensor] | None:
+    """The tensors of a folder, or of a model on the hub, which is downloaded.
+
+    Raises:
+        ModelError: A file is broken.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        try:
+            patterns = ["*.safetensors", "*.safetensors.index.json", "*.json"]
+            folder = Path(snapshot_download(name, cache_dir=cache_dir, allow_patterns=patterns))
+        except THEIRS:
+            return None  # loading it says why, or finds another way
+    return stored_tensors(folder)
+
+
+def _dtype(wanted: Any, config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    """The dtype of the parameters as ``from_pretrained`` chooses it: asked for, the config's, or the checkpoint's.
+
+    Raises:
+        ModelError: There is no such dtype.
+    """
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    if wanted != "auto":
+        found = getattr(torch, str(wanted), None)
+        if not isinstance(found, torch.dtype):
+            raise ModelError(f"--dtype {wanted}: no dtype of torch")
+        return found
+    if isinstance(getattr(config, "dtype", None), torch.dtype):
+        return config.dtype  # type: ignore[no-any-return]
+    return next((DTYPES[t.dtype] for t in stored.values() if t.dtype in DTYPES), torch.float32)
+
+
+def _hollow_model(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool, **options: Any) -> Any:
+    """The model with parameters on the meta device and buffers that are computed."""
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code, **options
+            )
+    except THEIRS as error:
+        raise ModelError(f"--model_name_or_path: {name} cannot be made: {one_line(error)}") from error
+    model.tie_weights()  # that it was tied is lost where parameters were put on the meta device one by one
+    if model.can_generate():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(name)
+        except OSError:
+            log.debug("%s has no generation config", name)
+    return model.eval()
+
+
+def _misfit(model: Any, stored: Mapping[str, StoredTensor]) -> str | None:
+    """Why the files do not give this model as they are: the first parameter or buffer that differs; None if they do.
+
+    Raises:
+        ModelError: Tensors have other shapes; names the first five, with both.
+    """
+    kept = {**dict(model.named_parameters()), **_persistent_buffers(model)}
+    other = [
+        f"{name} has shape {list(stored[name].shape)} in the files and {list(tensor.shape)} in the model"
+        for name, tensor in kept.items()
+        if name in stored and stored[name].shape != tuple(tensor.shape)
+    ]
+    if other:
+        shown = "; ".join(other[:5]) + (f"; and {len(other) - 5} more" if len(other) > 5 else "")
+        raise ModelError(f"--model_name_or_path: config.json and weights are not of one model: {shown}")
+    for name, tensor in kept.items():
+        found = stored.get(name)
+        if found is None:
+            return f"{name} is not in its files"
+        if found.dtype not in DTYPES or found.nbytes != tensor.numel() * DTYPES[found.dtype].itemsize:
+            return f"{name} is stored as {found.dtype}"
+    return None
+
+
+def _persistent_buffers(model: Any) -> dict[str, torch.Tensor]:
+    keys = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in keys}
+
+
+def _fill_buffers(model: Any, stored: Mapping[str, StoredTensor]) -> None:
+    """Read the buffers that a checkpoint keeps; the others were computed."""
+    kept = _persistent_buffers(model)
+    source = FileWeights(stored, {name: buffer.dtype for name, buffer in kept.items()})
+    for name, buffer in kept.items():
+        buffer.copy_(source.read(name, 0, buffer.numel()).view(buffer.shape))
+
+
+def _tell_unused(name: str, model: Any, stored: Mapping[str, StoredTensor]) -> None:
+    """Say once which tensors the model does not use."""
+    used = model.state_dict(keep_vars=True).keys()
+    unused = sorted(key for key in stored if key not in used and not key.endswith("rotary_emb.inv_freq"))
+    if unused:
+        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        log.warning("%s has tensors the model does not use: %s", name, shown)

@@ -1,0 +1,132 @@
+"""Safetensors files of a model, read in part.
+
+Owns where each tensor lies in which file, and reading a run of its elements: only those bytes are read, and nothing is
+mapped. Leaves what is done with them to ``sharded_start``. The format: 8 bytes with the length of the header, the
+header (JSON: name → dtype, shape and byte range), the bytes (source: safetensors' own description of it).
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardglass.errors import ModelError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""dtypes of weights; a file with another one is read by transformers."""
+
+MOST_HEADER = 100 << 20
+"""Bytes of a header that safetensors allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        path: The file.
+        dtype: Name of its dtype as safetensors writes it, such as "BF16".
+        shape: Its shape.
+        start: First byte in the file.
+        nbytes: Bytes of all of it.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor] | None:
+    """Every tensor of the model in a folder by name; None if its weights are in no safetensors files.
+
+    Raises:
+        ModelError: A file is missing, or is no safetensors file.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = dict.fromkeys(weight_map.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index}: not an index of weights: {type(error).__name__}: {error}") from error
+    elif (folder / "model.safetensors").is_file():
+        names = {"model.safetensors": None}
+    else:
+        return None
+    return {name: tensor for file in names for name, tensor in _tensors_in(folder / file)}
+
+
+def _tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Name and place of each tensor of one file.
+
+    Raises:
+        ModelError: It is missing, cut off, or no safetensors file.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(MOST_HEADER, size - 8):
+                raise ModelError(f"{path}: not a safetensors file, or cut off: copy it again")
+            header = json.loads(file.read(length))
+        for name, row in header.items():
+            if name == "__metadata__":
+                continue
+            low, high = row["data_offsets"]
+            if not 0 <= low <= high <= size - 8 - length:
+                raise ModelError(f"{path}: {name} lies behind the end of the file, which was cut off: copy it again")
+            yield (
+                name,
+                StoredTensor(
+                    path=path, dtype=row["dtype"], shape=tuple(row["shape"]), start=8 + length + low, nbytes=high - low
+                ),
+            )
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path}: not a safetensors file: {type(error).__name__}: {error}") from error
+
+
+class FileWeights:
+    """Parameters of a model in safetensors files; an ``engine.sources.WeightSource``."""
+
+    on_every_rank = True
+
+    def __init__(self, stored: Mapping[str, StoredTensor], dtypes: Mapping[str, torch.dtype]) -> None:
+        """Read nothing yet.
+
+        Args:
+            stored: Where each tensor is.
+            dtypes: The dtype that the model has of each parameter.
+        """
+        self._stored, self._dtypes = stored, dtypes
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of a flattened parameter, in the model's dtype.
+
+        Raises:
+            ModelError: The file cannot be read, or is shorter than it was.
+        """
+        tensor = self._stored[name]
+        stored = DTYPES[tensor.dtype]
+        wanted = (stop - start) * stored.itemsize
+        run = bytearray(wanted)
+        try:
+            with tensor.path.open("rb", buffering=0) as file:
+                file.seek(tensor.start + start * stored.itemsize)
+                done = 0
+                while done < wanted:
+                    count = file.readinto(memoryview(run)[done:])
+                    if not count:
+                        raise ModelError(f"{tensor.path}: ends before {name} does; it was changed while it was read")
+                    done += count
+        except OSError as error:
+            raise ModelError(f"{tensor.path}: {name} cannot be read: {os.strerror(error.errno or 0)}") from error
+        values = torch.frombuffer(run, dtype=stored) if wanted else torch.empty(0, dtype=stored)
+        return values.to(self._dtypes[name])
