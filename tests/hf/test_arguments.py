@@ -15,6 +15,7 @@ import torch
 from transformers import TrainingArguments
 
 from shardglass.errors import ConfigError, InvariantError
+from shardglass.hf.accelerated import lonely_note
 from shardglass.hf.arguments import Command, ZeroTrainingArguments, check_plain_arguments, parse_command
 from shardglass.hf.data_options import DataOptions
 from shardglass.hf.flags import (
@@ -30,6 +31,7 @@ from shardglass.hf.flags import (
 from shardglass.hf.labels import LABEL_POLICIES as KNOWN_POLICIES
 from shardglass.hf.renamed import ALIASES, NEW_NAMES, NEW_VALUES, NO_EFFECT
 from shardglass.hf.scan import kinds_in_source, kinds_of
+from shardglass.hf.trainer import resolve_run
 
 REQUIRED = ["--model_name_or_path", "model", "--data_path", "data.json"]
 
@@ -391,13 +393,64 @@ def test_values_that_make_no_run_are_refused_from_python_too():
     assert "gradient_accumulation_steps is 0: it must be at least 1" in str(caught.value)
 
 
-@pytest.mark.parametrize("variable", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"])
-def test_an_engine_that_accelerate_would_start_is_refused(monkeypatch, variable):
+@pytest.mark.parametrize(
+    ("variable", "flag"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "--use_deepspeed"),
+        ("ACCELERATE_USE_FSDP", "--use_fsdp"),
+        ("ACCELERATE_USE_MEGATRON_LM", "--use_megatron_lm"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "--use_parallelism_config"),
+    ],
+)
+def test_an_engine_that_accelerate_would_start_is_refused(monkeypatch, variable, flag):
     monkeypatch.setenv(variable, "true")
-    with pytest.raises(ConfigError, match=variable):
-        ZeroTrainingArguments()
-    with pytest.raises(ConfigError, match=variable):
-        check_plain_arguments(SimpleNamespace(deepspeed=None))
+    says = rf"is on \({variable} in the environment\).* turn Accelerate's off. Leave {flag} out of `accelerate launch`"
+    plain = SimpleNamespace(deepspeed=None, deepspeed_plugin="made by the plain arguments from the environment")
+    for use in (ZeroTrainingArguments, lambda: check_plain_arguments(plain)):
+        with pytest.raises(ConfigError, match=says) as caught:
+            use()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["false", "0", ""])
+def test_an_engine_that_is_switched_off_in_the_environment_is_none(monkeypatch, value):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", value)
+    check_plain_arguments(SimpleNamespace(deepspeed=None))
+
+
+def test_engines_in_the_arguments_are_refused_too():
+    with pytest.raises(ConfigError, match="fsdp is set, but shardglass shards the model itself: leave it out"):
+        ZeroTrainingArguments(fsdp="full_shard")
+
+
+@pytest.mark.parametrize(
+    ("asked", "bf16", "refused"),
+    [("no", False, False), ("no", True, False), ("bf16", True, False), ("bf16", False, True), ("fp16", True, True)],
+)
+def test_a_precision_that_only_accelerate_launch_asks_for_is_refused(monkeypatch, tmp_path, asked, bf16, refused):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    args = ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=bf16)
+    if refused:
+        with pytest.raises(ConfigError, match=f"asks for mixed precision {asked} .*leave it out there, or give bf16"):
+            resolve_run(args)
+    else:
+        assert resolve_run(args).param_dtype == ("bfloat16" if bf16 else "float32")
+
+
+@pytest.mark.parametrize("world_size", [None, "2"])
+def test_a_launch_that_started_one_process_instead_of_several_says_so(monkeypatch, tmp_path, caplog, world_size):
+    """The environment that ``accelerate launch --cpu --num_processes 2`` makes, and the same from mpirun."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", world_size)
+    note = lonely_note()
+    assert (note is None) == (world_size is not None)
+    if note is not None:
+        ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+        assert note in caplog.text
+        assert "--multi_gpu --num_processes N" in note
 
 
 def test_plain_arguments_with_deepspeed_are_one_clear_error(no_cuda):

@@ -26,6 +26,11 @@ def forget(model: nn.Module) -> None:
     _BY_MODEL.pop(model, None)
 
 
+def live_handles() -> list["Handle"]:
+    """The open handles of this process, in the order they were made."""
+    return [handle for reference in list(_BY_MODEL.values()) if (handle := reference()) is not None]
+
+
 def live_handle(model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> "Handle | None":
     """The open handle that shards this model, or a part of it, or the model this optimizer updates; None if none."""
     modules = set() if model is None else set(model.modules())

@@ -169,8 +169,8 @@ class Runtime:
                 )
             if place_of(param) != self._places[name]:
                 raise UsageError(
-                    f"{name} does not lie in the engine's buffer any more: model.to(), .half(), .bfloat16() or an "
-                    "assignment to .data replaced it. Do that before shard()"
+                    f"{name} does not lie in the engine's buffer any more: model.to(), .half(), .bfloat16(), "
+                    "resize_token_embeddings() or an assignment to .data replaced it. Do that before shard()"
                 )
 
     def _watch_outputs(self, output: object) -> None:

@@ -12,6 +12,7 @@ None.
 
 import enum
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,12 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 import torch
-from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from shardglass.compat.kept import keep
 from shardglass.errors import ConfigError, InvariantError, suggestion
+from shardglass.hf.accelerated import lonely_note, other_engines
 from shardglass.hf.debugging import patience
 from shardglass.hf.flags import (
     IDLE_FLAGS,
@@ -56,6 +58,8 @@ __all__ = [
     "parse_command",
 ]
 
+log = logging.getLogger(__name__)
+
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
@@ -79,9 +83,12 @@ class ZeroTrainingArguments(EngineFlags, TrainingArguments):
 
     def __post_init__(self) -> None:
         """Check what is ours, then let transformers check and prepare what is its own."""
-        faults = [*range_faults(vars(self)), *_other_engines(self)]
+        faults = [*range_faults(vars(self)), *other_engines(self)]
         if faults:
             raise faults_error("training arguments", faults)
+        alone = lonely_note()
+        if alone is not None:
+            log.warning("%s", alone)
         config: Any = self.deepspeed
         if isinstance(config, os.PathLike):
             config = os.fspath(config)  # a path object has no place in JSON
@@ -94,6 +101,7 @@ class ZeroTrainingArguments(EngineFlags, TrainingArguments):
             self.deepspeed = config
         # The Trainer hands this to Accelerate, which would install autocast; `bf16` itself keeps the user's value.
         self.mixed_precision = "no"
+        keep(self, config, stage=self.zero_stage)
 
     @property
     def zero_config(self) -> str | dict[str, Any] | None:
@@ -112,21 +120,6 @@ class ZeroTrainingArguments(EngineFlags, TrainingArguments):
         return True
 
 
-def _other_engines(args: Any) -> list[str]:
-    """Say what would make Accelerate start another engine beside ours."""
-    faults = []
-    for name in ("fsdp", "parallelism_config"):
-        if getattr(args, name, None):
-            faults.append(f"{name} is set, but shardglass shards the model itself: leave it out")
-    for variable in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
-        if parse_flag_from_env(variable):
-            faults.append(
-                f"the environment variable {variable} is set, so Accelerate would start its own engine: "
-                "unset it, or start with torchrun instead of `accelerate launch`"
-            )
-    return faults
-
-
 def check_plain_arguments(args: Any) -> None:
     """Check arguments of another class than ours, such as TrainingArguments or SFTConfig.
 
@@ -135,13 +128,13 @@ def check_plain_arguments(args: Any) -> None:
     """
     if isinstance(args, ZeroTrainingArguments):
         return
-    if getattr(args, "deepspeed", None) or getattr(args, "deepspeed_plugin", None) is not None:
+    faults = other_engines(args)
+    if getattr(args, "deepspeed", None) or (getattr(args, "deepspeed_plugin", None) is not None and not faults):
         raise ConfigError(
             f"{type(args).__name__}(deepspeed=...) starts the real DeepSpeed, which cannot run beside shardglass. Use "
             "shardglass.ZeroTrainingArguments(deepspeed=...) instead, or leave deepspeed out there and give the "
             "JSON to the trainer: ZeroTrainer(..., zero_config=...)"
         )
-    faults = _other_engines(args)
     if faults:
         raise faults_error(type(args).__name__, faults)
 

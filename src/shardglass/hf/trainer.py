@@ -34,6 +34,7 @@ from shardglass.engine.registry import live_handle
 from shardglass.engine.shard import shard
 from shardglass.engine.sources import is_hollow
 from shardglass.errors import ConfigError, UsageError
+from shardglass.hf.accelerated import precision_fault
 from shardglass.hf.arguments import ZeroTrainingArguments, check_plain_arguments
 from shardglass.hf.checkpoints import CheckpointMixin
 from shardglass.hf.flags import optim_fault
@@ -153,7 +154,8 @@ class ZeroMixin(CheckpointMixin):
             trainable = [p for p in wanted.parameters() if p.requires_grad]
             fused = {} if spec.type == "Adagrad" else {"fused": True}
             self.optimizer = getattr(torch.optim, spec.type)(trainable, **spec.arguments(), **fused)
-        optimizer: Any = super().create_optimizer(model)  # type: ignore[misc]
+        given = () if model is None else (model,)  # a subclass's own may be written without the argument
+        optimizer: Any = super().create_optimizer(*given)  # type: ignore[misc]
         optimizer = getattr(optimizer, "optimizer", optimizer)
         self.handle = shard(wanted, optimizer, options=self.engine_options())
         self._sharded_model = wanted
@@ -270,7 +272,11 @@ class ZeroMixin(CheckpointMixin):
 
     def _live_handle(self) -> Handle:
         if self.handle is None:
-            raise UsageError("the model is not sharded yet: call train()")
+            name = type(self).__name__
+            raise UsageError(
+                f"the model of this {name} is not sharded: train() has not begun, or {name} has a create_optimizer() "
+                "that hides ZeroMixin's; then put ZeroMixin first, as in class Sharded(ZeroMixin, YourTrainer)"
+            )
         return self.handle
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -322,15 +328,20 @@ def resolve_run(args: Any, zero_config: ZeroConfig | None = None) -> Resolved:
     """Config and arguments together, as far as they can be before the data is known.
 
     Raises:
-        ConfigError: They contradict each other, or ask for what is not supported; all faults at once.
+        ConfigError: They contradict each other, or ask for what is not supported; all faults at once. Or
+            ``accelerate launch`` asks for another precision.
     """
-    return resolve(
+    resolved = resolve(
         zero_config_of(args, zero_config),
         run_arguments(args),
         world_size=max(1, args.world_size),
         stage=getattr(args, "zero_stage", None),
         final=False,
     )
+    fault = precision_fault(resolved.param_dtype)
+    if fault is not None:
+        raise ConfigError(fault)
+    return resolved
 
 
 def run_arguments(args: Any) -> RunArguments:
