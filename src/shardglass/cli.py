@@ -200,6 +200,7 @@ def _plan(  # noqa: PLR0913  # a flag each
     from shardglass.hf.planning import PlanFlags, planned_from_flags
     from shardglass.report.html_page import check_page
     from shardglass.report.plan_terminal import render_plan
+    from shardglass.report.terminal import console
 
     if html is not None:
         check_page(html)
@@ -236,7 +237,7 @@ def _plan(  # noqa: PLR0913  # a flag each
         return
     if json is not None:
         _write(json, planned.plan.to_json())
-    render_plan(planned.plan, Console())
+    render_plan(planned.plan, console())
 
 
 def _write(path: str, text: str) -> None:

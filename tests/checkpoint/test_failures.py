@@ -50,6 +50,7 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_the_old_checkpoint(tmp_pa
     for message in run_ranks(2, fail_in, str(tmp_path / "checkpoint-1"), bad_rank):
         assert f"rank {bad_rank}: OSError: [Errno 28] No space left on device" in message
         assert "checkpoint-1: not written" in message
+        assert message.endswith("checkpoints written before it are whole: make room there, and go on from the last")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 

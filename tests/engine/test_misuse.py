@@ -1,6 +1,7 @@
 """What people try on a sharded model: it works, or is refused with a message that says what to do."""
 
 import copy
+import functools
 import gc
 import io
 
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardglass import ConfigError, EngineOptions, ModelError, OptimizerError, UsageError, shard
 from shardglass.engine.registry import live_handle
+from shardglass.engine.units import build_units
 
 
 class Scaled(nn.Module):
@@ -286,3 +288,51 @@ def alone(rank, world_size):
 def test_a_rank_that_fails_before_shard_is_the_one_that_is_told():
     with pytest.raises(RankError, match=r"rank 1 failed first(.|\n)*no data here"):
         run_ranks(2, alone)
+
+
+def scaled(rank, world_size, fused):
+    model = Perceptron()
+    handle, optimizer = make(model, optimizers=functools.partial(torch.optim.AdamW, lr=1e-2, fused=fused))
+    scaler = torch.amp.GradScaler("cpu")
+    loss = squared(0, rank)(model)
+    scaler.scale(loss * (float("inf") if rank == 1 else 1.0)).backward()
+    with pytest.raises(UsageError, match="GradScaler is not supported"):
+        scaler.step(optimizer)
+    handle.zero_grad()
+    handle.close()
+    assert fused or not hasattr(optimizer, "_step_supports_amp_scaling")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_grad_scaler_is_refused_on_every_rank_also_if_one_has_an_inf(fused):
+    run_ranks(2, scaled, fused)
+
+
+def carried_over(rank, world_size, kind, stage):
+    model, plain = Scaled(), Scaled()
+    optimizer, reference = (kind(m.parameters(), lr=0.05) for m in (model, plain))
+    for step in range(2):
+        for m, o in ((model, optimizer), (plain, reference)):
+            sum(squared(step, r)(m) / world_size for r in range(world_size)).backward()
+            o.step()
+            o.zero_grad()
+    handle = shard(model, optimizer, stage=stage)
+    squared(2, rank)(model).backward()
+    optimizer.step()
+    handle.close()
+    sum(squared(2, r)(plain) / world_size for r in range(world_size)).backward()
+    reference.step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD])
+def test_state_of_a_parameter_without_dimensions_is_kept(kind, stage):
+    run_ranks(2, carried_over, kind, stage)
+
+
+@pytest.mark.parametrize(("units", "told"), [("scale", "'scale': give a list"), ([5], "'int' is not a module")])
+def test_units_of_a_wrong_kind_are_one_clear_error(units, told):
+    with pytest.raises(ModelError, match=told):
+        build_units(Perceptron(), units)

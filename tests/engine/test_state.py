@@ -276,3 +276,16 @@ def sharded_again(rank, world_size):
 
 def test_a_model_can_be_sharded_again_after_freezing():
     run_ranks(2, sharded_again)
+
+
+def tied_by_either_name(rank, world_size, stage):
+    model = tiny_causal_lm(tied=True)
+    handle, _ = make(model, stage=stage)
+    first, second = (handle.state_of(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    handle.close()
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_tied_parameter_is_found_by_either_name(stage):
+    run_ranks(2, tied_by_either_name, stage)

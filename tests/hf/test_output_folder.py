@@ -120,3 +120,9 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
         return  # root may write everywhere
     tmp_path.chmod(0o500)
     assert f"--output_dir: {tmp_path} cannot be written to" in refusal(tmp_path)
+
+
+def test_a_file_in_a_checkpoint_s_place_is_told_before_the_run(tmp_path):
+    (tmp_path / "checkpoint-2").touch()
+    with pytest.raises(ConfigError, match=r"checkpoint-2 is a file, where a checkpoint's folder may have to be"):
+        check_output_folder(str(tmp_path), None)

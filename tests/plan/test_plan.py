@@ -341,6 +341,8 @@ def test_nothing_fits_in_a_memory_below_the_reserve(smollm):
 def test_sizes_are_read_as_gpu_makers_write_them():
     assert parse_size("24GB", "--gpu") == parse_size("24 GiB", "--gpu") == parse_size("24g", "--gpu") == 24 * GIB
     assert parse_size("81559MiB", "--gpu") == 81559 << 20
+    with pytest.raises(UsageError, match=r"--gpu 24: that is 24 bytes; say the unit, as in 24GB"):
+        parse_size("24", "--gpu")
     assert parse_size("1.5TB", "--gpu") == 1536 * GIB
     for text in ("24XB", "", "-3GB", "0GB", "GB", "1e3GB"):
         with pytest.raises(UsageError, match="must be a size above 0"):

@@ -102,12 +102,16 @@ def _in_folder(handle: Handle, target: Path, parts: Sequence[Callable[[], object
         together(handle, target, "made", lambda: begin(target) if on_main else None)
         together(handle, target, "made", lambda: _check_seen(hidden(target, SAVING)))
         for part in parts:
-            together(handle, target, "written", part)
+            together(handle, target, "written", part, _ROOM)
         together(handle, target, "finished", lambda: publish(target) if on_main else None)
     except CheckpointError:
         if on_main:
             abandon(target)
         raise
+
+
+_ROOM = "; checkpoints written before it are whole: make room there, and go on from the last"
+"""What a user can do if a file could not be written."""
 
 
 def _check_seen(temporary: Path) -> None:

@@ -12,8 +12,15 @@ from shardglass.engine.handle import Handle
 from shardglass.errors import CheckpointError, ShardglassError
 
 
-def together(handle: Handle, target: Path, done: str, work: Callable[[], object]) -> None:
+def together(handle: Handle, target: Path, done: str, work: Callable[[], object], advice: str = "") -> None:
     """Do a part of the work on every rank and fail on all if it failed on one.
+
+    Args:
+        handle: The ranks.
+        target: The checkpoint's folder.
+        done: What is done with it, such as "read".
+        work: This rank's part.
+        advice: What a user can do, behind the reasons.
 
     Raises:
         CheckpointError: Names the ranks and their reasons.
@@ -32,8 +39,10 @@ def together(handle: Handle, target: Path, done: str, work: Callable[[], object]
     told = [f"rank {rank}: {text}" for rank, text in enumerate(faults) if text is not None]
     if told:
         if len(told) == len(faults) and len(set(faults)) == 1:
-            raise CheckpointError(str(faults[0]), is_shared=True) from cause
-        raise CheckpointError(f"{target}: not {done}: {'; '.join(told)}", is_shared=True) from cause
+            same = str(faults[0])
+            text = same if isinstance(cause, ShardglassError) else f"{target}: not {done}: {same}{advice}"
+            raise CheckpointError(text, is_shared=True) from cause
+        raise CheckpointError(f"{target}: not {done}: {'; '.join(told)}{advice}", is_shared=True) from cause
 
 
 def _text_of(error: BaseException) -> str:

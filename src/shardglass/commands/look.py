@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from shardglass.errors import UsageError, suggestion
 from shardglass.json_form import to_tree
@@ -19,6 +18,7 @@ from shardglass.lens.store import Moment, read_moments, step_to_show
 from shardglass.plan.expected import against_plan
 from shardglass.report.look_tables import place_rows
 from shardglass.report.look_terminal import RankLook, RunLook, render_look, render_where
+from shardglass.report.terminal import console
 
 DIFFERS = 1
 """Exit code if what runs is not what was planned."""
@@ -58,7 +58,7 @@ def look_command(
     if json:
         typer.echo(look.to_json())
     else:
-        render_look(look, Console())
+        render_look(look, console())
     if not look.agrees:
         raise typer.Exit(DIFFERS)
 
@@ -73,7 +73,7 @@ def where_command(
     shown = step_to_show(run_dir, step)
     found = [(moment.live.rank, moment.live.where(tensor)) for moment in read_moments(run_dir, shown)]
     if not json:
-        render_where(shown, found, Console())
+        render_where(shown, found, console())
         return
     tree = {**to_tree(found[0][1], without=("holdings",)), "shape": list(found[0][1].shape), "step": shown}
     typer.echo(json_module.dumps({**tree, "places": to_tree(place_rows(found))}, indent=2))

@@ -141,8 +141,9 @@ class Handle:
     def break_off(self) -> None:
         """Let the other ranks go on with a forward or backward that failed on this one, out of memory for instance.
 
-        They may come further and fail there, or end it. Where parameters are whole nobody waits, and this does
-        nothing. Then all call ``abandon_step``.
+        They come further and fail there too, as ranks do that run out of memory at different blocks; then all call
+        ``abandon_step``. A rank that ends its backward instead waits there for the others' gradients, and the run ends
+        with an error at the timeout. Where parameters are whole nobody waits in forward, and this does nothing.
         """
         self._check_open()
         self._runtime.break_off()
@@ -220,15 +221,22 @@ class Handle:
             UsageError: No parameter has this name.
         """
         self._check_open()
-        b, k = self.layout.find(name)
+        b, k = self.layout.find(self._first_name(name))
         self._parts.gathers.settle()
         self._runtime.end_backward()
         buffer = self._parts.buffers[b]
         with self.gathered([name]):
             result = {"param": buffer.params[k].detach().clone()}
         if buffer.layout.trainable:
-            result |= self._state.whole(name)
+            result |= self._state.whole(self._first_name(name))
         return result
+
+    def _first_name(self, name: str) -> str:
+        """The name under which a parameter is kept: a tied one's first, any other as it is."""
+        if self.layout.has(name):
+            return name
+        every = dict(self._model.named_parameters(remove_duplicate=False))
+        return next((first for first, p in self._model.named_parameters() if p is every.get(name)), name)
 
     # ---- for the lens ----
 

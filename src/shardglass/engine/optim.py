@@ -312,6 +312,10 @@ def _is_cleared(owned: OwnedRun) -> bool:
     return grad._version != owned.version and not bool(grad.any())
 
 
+SCALAR_STATES = ("step", "mu_product", "eta", "mu")
+"""States of torch.optim that are one number for a parameter of any shape, also of none (source: torch 2.13)."""
+
+
 def _move_state(owned: OwnedRun, old: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     """The optimizer's state of whole parameters, cut to one run.
 
@@ -323,7 +327,8 @@ def _move_state(owned: OwnedRun, old: dict[Any, dict[str, Any]]) -> dict[str, An
     for piece in owned.run.slices:
         whole = by_name[piece.name]
         for key, value in old.get(whole, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.numel() == whole.numel():
+            per_element = key not in SCALAR_STATES and isinstance(value, Tensor) and value.shape == whole.shape
+            if per_element:
                 if key not in state:
                     state[key] = torch.zeros_like(owned.param.detach())
                 at = piece.offset - owned.run.start

@@ -27,6 +27,9 @@ from shardglass.engine.placeholder import GradientElsewhere
 from shardglass.engine.units import Unit, place_of
 from shardglass.errors import UsageError
 
+AMP_MARK = "_step_supports_amp_scaling"
+"""Where a GradScaler finds that an optimizer's step() wants to be called whatever it found (source: torch 2.13)."""
+
 
 class Runtime:
     """Hooks of one model: parameters are waited for before use, gradients are taken, the step is wrapped."""
@@ -51,6 +54,9 @@ class Runtime:
         self._hook_gradients()
         self._hooks.append(self._shards.optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(self._shards.optimizer.register_step_post_hook(self._after_step))
+        # A GradScaler then calls step() on every rank, which refuses it; else it would leave the call out on some.
+        self._takes_scaler = vars(self._shards.optimizer).get(AMP_MARK)
+        setattr(self._shards.optimizer, AMP_MARK, True)
 
     # ---- installation ----
 
@@ -134,6 +140,8 @@ class Runtime:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._takes_scaler is None:
+            vars(self._shards.optimizer).pop(AMP_MARK, None)
         self._remove_placeholders()
         self._shards.hide()
 
@@ -297,6 +305,11 @@ class Runtime:
         if closure is not None:
             raise UsageError(
                 "optimizer.step(closure) is not supported on a sharded model: call the closure yourself, then step()"
+            )
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise UsageError(
+                "torch.amp.GradScaler is not supported on a sharded model: it looks for inf on one rank alone. Train "
+                "in bfloat16, which needs no scaling: EngineOptions(param_dtype='bfloat16')"
             )
         self._gathers.settle()
         self._shards.check_groups()

@@ -141,8 +141,10 @@ def _chosen_names(model: nn.Module, chosen: Sequence[str | nn.Module]) -> list[s
     names = {name: module for name, module in model.named_modules() if name}
     by_id = {id(module): name for name, module in names.items()}
     found: list[str] = []
+    if isinstance(chosen, str):
+        raise ModelError(f"units: {chosen!r}: give a list of names or modules")
     for unit in chosen:
-        name = by_id.get(id(unit)) if isinstance(unit, nn.Module) else unit
+        name = unit if isinstance(unit, str) else by_id.get(id(unit))
         if name is None or name not in names:
             shown = name if name is not None else type(unit).__name__
             hint = suggestion(shown, names)

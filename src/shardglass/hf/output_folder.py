@@ -74,6 +74,11 @@ def check_output_folder(
     notes = [] if output_dir else [f"no --output_dir: the run writes to {folder}, counted from {Path.cwd()}"]
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--output_dir: {folder} is a file; give a folder")
+    files = [name for name in _names_in(folder) if _CHECKPOINT.match(name) and not (folder / name).is_dir()]
+    if files:
+        raise ConfigError(
+            f"--output_dir: {folder / files[0]} is a file, where a checkpoint's folder may have to be; move it away"
+        )
     if model:
         _keep_from_model(folder, Path(model).expanduser())
     _try_to_write(folder)

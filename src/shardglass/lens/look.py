@@ -117,6 +117,8 @@ def where(model: Any, name: str, optimizer: Any = None) -> Whereabouts:
     Raises:
         UsageError: No parameter has this name (the message has the nearest), or as ``look``.
     """
+    if not isinstance(name, str):
+        raise UsageError(f"where(model, name, optimizer): the name is {name!r}; it must be a parameter's dotted name")
     snapshot = model if isinstance(model, Snapshot) else look(model, optimizer)
     return whereabouts(snapshot, name)
 

@@ -38,6 +38,8 @@ def parse_size(text: str, what: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     size = 0 if match is None else int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    if match is not None and 0 < size < 1 << 20:
+        raise UsageError(f"{what} {text}: that is {size:,} bytes; say the unit, as in {text.strip()}GB")
     if size < 1:
         raise UsageError(f"{what} {text}: it must be a size above 0, such as 24GB or 81559MiB")
     return size

@@ -3,6 +3,7 @@
 Owns the form. Every number is a value of ``summary``; nothing is computed here but totals and units.
 """
 
+import shutil
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -23,6 +24,15 @@ _T = TypeVar("_T")
 
 MOST_GROUPS, MOST_CUTS = 3, 4
 """Rows these two lists may take if deviations leave room; each keeps one row in any case."""
+
+
+WIDE = 200
+"""Columns of what goes to a file or a pipe: names stay whole there for grep."""
+
+
+def console() -> Console:
+    """The console of a command's tables: as wide as the terminal or ``COLUMNS``, or ``WIDE`` where there is neither."""
+    return Console(width=shutil.get_terminal_size((WIDE, 24)).columns)
 
 
 def render_summary(summary: RunSummary, console: Console, *, max_lines: int = MAX_LINES) -> None:
