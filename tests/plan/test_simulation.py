@@ -1,5 +1,6 @@
 """A simulated step against a real one on real ranks: the engine's bytes, and the peak of live tensor bytes."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,11 @@ def of_run(categories):
     return sum(size for name, size in categories.items() if name != ELSEWHERE)
 
 
+def in_any_block(module):
+    """A module's name without the number of its block."""
+    return re.sub(r"\.\d+\.", ".N.", module)
+
+
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.soak) for name in MORE)])
 def test_a_simulated_step_has_the_peaks_of_a_real_one(name):
     setup = (CASES | MORE)[name]
@@ -98,7 +104,10 @@ def test_a_simulated_step_has_the_peaks_of_a_real_one(name):
             held, module = moments[moment.moment]
             simulated = of_run({c.name: c.bytes for c in moment.categories})
             assert simulated == pytest.approx(held, rel=0.03)
-            assert moment.module == module
+            if setup.stage == 3:  # blocks are alike, and which has a few bytes more depends on what arrives when
+                assert in_any_block(moment.module) == in_any_block(module)
+            else:
+                assert moment.module == module
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
