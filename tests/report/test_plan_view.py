@@ -77,9 +77,10 @@ def test_the_first_line_is_the_verdict():
 
 
 def test_what_would_fit_is_told_beside_a_refusal():
-    text = text_of(Setup(world_size=2, memory=80 * GIB))
-    assert "smallest 2 GPUs at stage 3" in text
-    assert "2 GPUs at stage 3 with --gradient-checkpointing" in text
+    assert "smallest 2 GPUs at stage 3" in text_of(Setup(world_size=2, memory=80 * GIB))
+    text = text_of(Setup(world_size=2, memory=40 * GIB))
+    assert "smallest 6 GPUs at stage 3" in text
+    assert "4 GPUs at stage 3 with --gradient-checkpointing" in text
     assert "no number of GPUs helps" in text_of(Setup(world_size=2, memory=GIB // 2))
 
 
