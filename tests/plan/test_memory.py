@@ -11,12 +11,13 @@ import torch
 from models import Perceptron, points, tiny_causal_lm, tokens
 from ranks import run_ranks
 
+from shardglass.engine.optim import SCALAR_STATES
 from shardglass.engine.shard import shard
 from shardglass.errors import InvariantError
 from shardglass.layout import ParamSpec, units_layout
 from shardglass.options import SUM_CHUNK, EngineOptions
 from shardglass.plan import OptimizerKind, StepShape, heaviest_rank, memory, planned_bytes, unknown_state
-from shardglass.plan.kinds import STATES
+from shardglass.plan.kinds import SCALARS, STATES
 
 ADAMW = OptimizerKind(name="AdamW")
 
@@ -301,3 +302,7 @@ def test_impossible_questions_are_refused():
         StepShape(micro_batches=(0,))
     with pytest.raises(InvariantError, match="mpi"):
         StepShape(backend="mpi")
+
+
+def test_the_engine_knows_every_scalar_state_that_plans_count():
+    assert {name for names in SCALARS.values() for name in names} | {"step"} == set(SCALAR_STATES)

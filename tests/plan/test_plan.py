@@ -267,6 +267,8 @@ def test_ram_of_a_machine_while_loading_and_saving(qwen):
     host = make_plan(qwen, Setup(world_size=16, ranks_per_node=8)).host
     assert host.ranks == 8
     assert host.loading == 8 * (PROCESS_BYTES + qwen.numel * 2)
+    at_stage_3 = make_plan(qwen, Setup(world_size=16, ranks_per_node=8, stage=3)).host
+    assert at_stage_3.loading == 8 * PROCESS_BYTES + qwen.numel * 2  # one process at most reads all of it
     assert host.training == host.processes == 8 * PROCESS_BYTES
     assert host.saving == host.processes + qwen.numel * 2 + 8 * FILE_BYTES * 2
     assert host.fits is None

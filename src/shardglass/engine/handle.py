@@ -221,14 +221,15 @@ class Handle:
             UsageError: No parameter has this name.
         """
         self._check_open()
-        b, k = self.layout.find(self._first_name(name))
+        name = self._first_name(name)
+        b, k = self.layout.find(name)
         self._parts.gathers.settle()
         self._runtime.end_backward()
         buffer = self._parts.buffers[b]
         with self.gathered([name]):
             result = {"param": buffer.params[k].detach().clone()}
         if buffer.layout.trainable:
-            result |= self._state.whole(self._first_name(name))
+            result |= self._state.whole(name)
         return result
 
     def _first_name(self, name: str) -> str:

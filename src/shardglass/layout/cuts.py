@@ -124,7 +124,7 @@ def num_boundary_cuts(layout: Layout, *, left_ranks: Sequence[int] | None = None
     total = 0
     for buffer in layout.buffers:
         shards = _shards(buffer, left_ranks)
-        total += len(shards) if buffer.chunks is None else sum(_num_cut(buffer, shard) for shard in shards)
+        total += len(shards) if buffer.chunks is None else sum(1 for shard in shards for _ in _cut_at(buffer, shard))
     return total
 
 
@@ -192,16 +192,13 @@ def _row_in_run(layout: Layout, b: int, shard: int, numbers: Mapping[str, int] |
 
 def _cut_rows(layout: Layout, b: int, shard: int, numbers: Mapping[str, int] | None) -> Iterator[BoundaryCut]:
     """The rows of a boundary in a buffer that is cut parameter by parameter."""
-    buffer = layout.buffers[b]
-    for k, param in enumerate(buffer.params):
-        left, _ = buffer.boundary(k, shard)
-        if 0 < left < param.numel:
-            yield _cut_row(layout, b, shard, k, numbers)
+    for k in _cut_at(layout.buffers[b], shard):
+        yield _cut_row(layout, b, shard, k, numbers)
 
 
-def _num_cut(buffer: Buffer, shard: int) -> int:
-    """How many parameters the end of a shard cuts, in a buffer that is cut parameter by parameter."""
-    return sum(0 < buffer.boundary(k, shard)[0] < param.numel for k, param in enumerate(buffer.params))
+def _cut_at(buffer: Buffer, shard: int) -> Iterator[int]:
+    """Indices of the parameters that the end of a shard cuts, in a buffer that is cut parameter by parameter."""
+    return (k for k, param in enumerate(buffer.params) if 0 < buffer.boundary(k, shard)[0] < param.numel)
 
 
 def _cut_row(layout: Layout, b: int, shard: int, k: int, numbers: Mapping[str, int] | None) -> BoundaryCut:

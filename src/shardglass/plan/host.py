@@ -5,7 +5,7 @@ Owns the formulas. Leaves to the caller what is free.
 
 from dataclasses import dataclass
 
-from shardglass.options import DTYPE_BYTES
+from shardglass.options import DTYPE_BYTES, STAGES
 from shardglass.plan.kinds import SCALAR_BYTES
 from shardglass.plan.memory import master_dtype
 from shardglass.plan.model import ModelFacts
@@ -70,7 +70,8 @@ class CheckpointPlan:
 def host_plan(facts: ModelFacts, setup: Setup, stage: StagePlan) -> HostPlan:
     """RAM of the machine with the most ranks.
 
-    Loading: each process reads the whole model in the checkpoint's dtype (source: ``hf.load.load_model``). Saving: the
+    Loading: each process reads the whole model in the checkpoint's dtype (source: ``hf.load.load_model``); at a stage
+    that shards parameters one process at most, where tensors are renamed (source: ``hf.sharded_start``). Saving: the
     rank that writes the weights copies the whole model to the host (source: ``Handle.full_state_dict``), and each rank
     puts together one file of its part, on CUDA from a copy on the host. Training: nothing but the processes on CUDA;
     all of ``StagePlan.total`` on the CPU, where also what is loaded and saved comes on top of what is there.
@@ -80,10 +81,11 @@ def host_plan(facts: ModelFacts, setup: Setup, stage: StagePlan) -> HostPlan:
     disk = checkpoint_plan(facts, setup)
     share = -(-(disk.master + disk.states) // setup.world_size)
     writing = facts.compute_bytes + ranks * min(share, FILE_BYTES) * (2 if setup.device == "cuda" else 1)
+    is_cut = STAGES[stage.stage].shards_params
     if setup.device == "cuda":
-        loading, training, resident = ranks * facts.stored_bytes, 0, 0
+        loading, training, resident = (1 if is_cut else ranks) * facts.stored_bytes, 0, 0
     else:
-        loading = ranks * stage.at("loading")
+        loading = ranks * stage.at("loading") + (facts.stored_bytes if is_cut else 0)
         training = ranks * stage.total - processes
         resident = ranks * stage.engine_bytes
     return HostPlan(
