@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import Perceptron, points, tiny_causal_lm, tokens
 from oracle import Oracle
+from process_memory import give_freed_runs_back
 from ranks import run_alone, run_ranks
 from sharded import assert_equal, gradients, make, squared, states
 from tolerances import ORDER_FP32
@@ -334,6 +335,7 @@ def steps_on_end(rank, world_size):
     import os
     import resource
 
+    give_freed_runs_back()
     model = tiny_causal_lm(layers=3)
     handle, optimizer = make(model, stage=3)
     marks = []

@@ -1,11 +1,10 @@
 """A training state larger than what a process may have: stage 3 trains it, stage 0 cannot, and the plan says so."""
 
-import ctypes
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from process_memory import bytes_of, give_freed_runs_back
 from ranks import RankError, run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,22 +20,17 @@ ALLOWED = GIB
 
 LENGTH = 64
 
-M_MMAP_THRESHOLD = -3
-"""Of mallopt(3)."""
-
 
 def data_bytes():
     """What RLIMIT_DATA counts: private memory that can be written, whether it was touched or not."""
-    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(rows["VmData"].split()[0]) * 1024
+    return bytes_of("VmData")
 
 
 def train_within(rank, world_size, folder, stage):
     import resource
 
     open_model(str(folder))  # imports the model's code, which is 250 MiB of libraries' data
-    # Without this glibc keeps freed runs of up to 32 MiB in its heaps, in pieces: the limit would count what is free.
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
+    give_freed_runs_back()  # the limit would count what is free
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + ALLOWED, before[1]))
     try:

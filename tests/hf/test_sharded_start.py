@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import tiny_causal_lm
+from process_memory import bytes_of, give_freed_runs_back
 from ranks import run_alone, run_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -149,8 +150,7 @@ def test_any_run_of_elements_is_read(tmp_path):
 
 def anonymous_bytes():
     """Anonymous memory of this process: pages of files do not count."""
-    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(rows["RssAnon"].split()[0]) * 1024
+    return bytes_of("RssAnon")
 
 
 class Watched:
@@ -175,6 +175,7 @@ class Watched:
 def start_and_weigh(rank, world_size, folder, small):
     handle, _ = sharded(opened(small, rank), 3)  # what is imported and allocated once is there now
     handle.close()
+    give_freed_runs_back()
     with Watched() as watched:
         handle, _ = sharded(opened(folder, rank), 3)
     numels = [b.numel for b in handle.layout.buffers]
