@@ -281,3 +281,15 @@ def test_another_world_size_is_a_clear_not_yet(tmp_path):
     for message in run_ranks(3, other_ranks, str(tmp_path)):
         assert "world_size: 2 there, 3 here" in message
         assert "not supported yet" in message
+
+
+def trained_to_the_end(rank, world_size, folder):
+    whole = run(folder, max_steps=4)
+    with pytest.raises(CheckpointError, match="checkpoint-4 is at step 4 and this run ends at step 4"):
+        run(folder, resume=True, max_steps=4)
+    return whole["steps"], run(folder, resume=True, max_steps=6)["steps"]
+
+
+def test_a_run_that_is_at_its_end_is_not_resumed_and_takes_no_step_more(tmp_path):
+    assert run_ranks(1, trained_to_the_end, str(tmp_path))[0] == (4, 6)
+    assert [name for name in names(tmp_path) if name.startswith("checkpoint")][-1] == "checkpoint-6"

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardglass.engine import board
 from shardglass.engine.links import Links
 from shardglass.engine.sums import Scratch, ShardSum, sum_parts
 from shardglass.engine.watch import Watch
@@ -87,13 +88,25 @@ class Comm:
         self.direct = self.backend == "gloo"
         self._watch = None if self.direct else Watch(timeout_s, self._report_late)
         self.position = "start"
+        self.waiting: tuple[Record, float] | None = None  # the collective this rank blocks in, and since when
         self.last_started: Record | None = None
         self.last_finished: Record | None = None
         self.scratch = Scratch(device)
         self._receive: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._board = self._make_board()
+
+    def _make_board(self) -> board.Board | None:
+        """What says who waits for whom; None for one rank, or where nobody could read it."""
+        store = self._links.board() if self.world_size > 1 else None
+        if store is None:
+            return None
+        times = {"poll_s": board.POLL_S, "patience_s": board.PATIENCE_S}
+        return board.Board(store, self.rank, self.world_size, self._where_for_others, **times)
 
     def close(self) -> None:
         """End the watch and give the groups back."""
+        if self._board is not None:
+            self._board.close()
         if self._watch is not None:
             self._watch.close()
         self._links.close()
@@ -120,6 +133,18 @@ class Comm:
 
     def _report_late(self, what: str, age: float) -> None:
         log.error("rank %d: the %s has not ended after %.0f s; %s", self.rank, what, age, self.where())
+
+    def _where_for_others(self) -> board.Position:
+        """Where this rank is, as the board takes it; called on the board's thread."""
+        now, waiting, last = time.monotonic(), self.waiting, self.last_finished
+        ended = "none" if last is None else f"{last.kind} of {last.what} at {last.where}"
+        if waiting is not None:
+            record, since = waiting
+            place = f"{record.kind} of {record.what} at {record.where}"
+            return board.Position(waits_in=place, since_s=now - since, last=ended)
+        return board.Position(
+            waits_in=None, since_s=now - ((last.finished if last is not None else None) or now), last=ended
+        )
 
     def where(self) -> str:
         """One line: the last collective started and the last finished on this rank."""
@@ -280,9 +305,10 @@ class _Guard:
         self._comm, self._record, self._ends = comm, record, ends
 
     def __enter__(self) -> None:
-        return None
+        self._comm.waiting = (self._record, time.monotonic())
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._comm.waiting = None
         if error is None:
             if self._ends:
                 self._record.finished = time.monotonic()

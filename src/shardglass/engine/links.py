@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from shardglass.errors import CollectiveError, UsageError
 
@@ -50,6 +51,9 @@ class Links(Protocol):
 
     def read(self, number: Tensor) -> float:
         """A 0-d tensor as a number of Python; waits for the device."""
+
+    def board(self) -> Any:
+        """A store in which ranks may write where they are, with keys of this group's own; None if there is none."""
 
     def close(self) -> None:
         """Give the groups back."""
@@ -149,6 +153,16 @@ class GroupLinks:
         """A 0-d tensor as a number."""
         return float(number)
 
+    def board(self) -> Any:
+        """The store that the groups met in, over a connection of its own: another thread may wait in the first."""
+        try:
+            store: Any = dist.distributed_c10d._get_default_store()
+            while isinstance(store, c10d.PrefixStore):
+                store = store.underlying_store
+            return c10d.PrefixStore(f"shardglass/board/{self.control.group_name}", store.clone())
+        except (AttributeError, NotImplementedError, RuntimeError):  # a store that cannot, or another release of torch
+            return None
+
     def close(self) -> None:
         """Give the groups back."""
         for group in dict.fromkeys((self.data, self._gathers, self.control)):
@@ -216,6 +230,10 @@ class SimulatedLinks:
     def read(self, number: Tensor) -> float:
         """A fake tensor has no value; this one is finite and needs no clipping."""
         return 0.0
+
+    def board(self) -> Any:
+        """Nobody is there to read it."""
+        return None
 
     def close(self) -> None:
         """There is nothing to give back."""

@@ -182,6 +182,13 @@ class CheckpointMixin:
             return
         asked = [_base_rate(group) for group in self._engine().optimizer.param_groups]
         manifest = load_checkpoint(self._engine(), checkpoint)
+        done, last = self.state.global_step, self.state.max_steps
+        if done >= last > 0:  # the Trainer would take one step more
+            raise CheckpointError(
+                f"{checkpoint} is at step {done} and this run ends at step {last}: nothing is left to train; raise "
+                "--max_steps or --num_train_epochs to go on",
+                is_shared=True,
+            )
         scheduler = torch.load(Path(checkpoint, SCHEDULER), map_location="cpu", weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
         then = [_base_rate(group) for group in manifest.groups]
