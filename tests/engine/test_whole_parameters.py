@@ -350,7 +350,8 @@ def steps_on_end(rank, world_size):
 
 def test_two_hundred_steps_more_take_no_more_memory_and_files():
     for before, after in run_ranks(2, steps_on_end):
-        assert after[:2] == before[:2]
+        assert after[0] == before[0]
+        assert after[1] <= before[1]  # fewer where connections of what ran before in this process end meanwhile
         assert after[2] - before[2] < 8 << 10  # KiB
 
 
