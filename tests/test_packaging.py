@@ -40,6 +40,7 @@ PUBLIC = [
     "__version__",
     "load_checkpoint",
     "look",
+    "new_model",
     "open_model",
     "save_checkpoint",
     "shard",

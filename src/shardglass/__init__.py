@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from shardglass.hf.arguments import ZeroTrainingArguments
+    from shardglass.hf.random_start import new_model
     from shardglass.hf.sharded_start import open_model
     from shardglass.hf.trainer import ZeroMixin, ZeroTrainer
     from shardglass.lens.look import look, state_of, where
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "load_checkpoint",
     "look",
+    "new_model",
     "open_model",
     "save_checkpoint",
     "shard",
@@ -69,6 +71,7 @@ _HOMES = {
     "ZeroTrainingArguments": "shardglass.hf.arguments",
     "load_checkpoint": "shardglass.checkpoint.load",
     "look": "shardglass.lens.look",
+    "new_model": "shardglass.hf.random_start",
     "open_model": "shardglass.hf.sharded_start",
     "save_checkpoint": "shardglass.checkpoint.save",
     "shard": "shardglass.engine.shard",

@@ -12,7 +12,7 @@ from process_memory import bytes_of, give_freed_runs_back
 from ranks import run_alone, run_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from shardglass import EngineOptions, shard
+from shardglass import EngineOptions, new_model, shard
 from shardglass.errors import ModelError
 from shardglass.hf.load import load_model
 from shardglass.hf.sharded_start import open_model
@@ -172,12 +172,21 @@ class Watched:
         self._thread.join()
 
 
+LARGE = LlamaConfig(
+    vocab_size=8000, hidden_size=512, intermediate_size=1536, num_hidden_layers=16, num_attention_heads=8
+)
+
+
 def start_and_weigh(rank, world_size, folder, small):
-    handle, _ = sharded(opened(small, rank), 3)  # what is imported and allocated once is there now
-    handle.close()
+    def start(folder):
+        if folder is None:
+            return sharded(new_model(LARGE, seed=0, device=torch.device("cpu")), 3)[0]
+        return sharded(opened(folder, rank), 3)[0]
+
+    start(small).close()  # what is imported and allocated once is there now
     give_freed_runs_back()
     with Watched() as watched:
-        handle, _ = sharded(opened(folder, rank), 3)
+        handle = start(folder)
     numels = [b.numel for b in handle.layout.buffers]
     account = handle.memory()
     handle.close()
@@ -185,14 +194,58 @@ def start_and_weigh(rank, world_size, folder, small):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from Linux's /proc")
-def test_a_rank_s_memory_at_the_start_is_its_shards_and_one_unit(tmp_path):
-    config = LlamaConfig(
-        vocab_size=8000, hidden_size=512, intermediate_size=1536, num_hidden_layers=16, num_attention_heads=8
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "large", max_shard_size="50MB")
-    small = save(tmp_path / "small")
-    whole = sum(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
+@pytest.mark.parametrize("is_random", [False, True], ids=["from files", "of random values"])
+def test_a_rank_s_memory_at_the_start_is_its_shards_and_one_unit(tmp_path, is_random):
+    whole = 4 * LlamaForCausalLM(LARGE).num_parameters()
     assert whole > 230 << 20
-    for peak, shards, unit in run_ranks(4, start_and_weigh, tmp_path / "large", small):
+    if not is_random:
+        LlamaForCausalLM(LARGE).save_pretrained(tmp_path / "large", max_shard_size="50MB")
+    small = save(tmp_path / "small")
+    for peak, shards, unit in run_ranks(4, start_and_weigh, None if is_random else tmp_path / "large", small):
         assert peak <= (shards + unit) * 1.1, f"{peak >> 20} MiB; shards {shards >> 20}, the largest unit {unit >> 20}"
         assert peak < whole / 2
+
+
+def write_gguf(path):
+    """A tiny Llama as llama.cpp keeps it, in float32."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(96)
+    writer.add_token_list([f"t{k}" for k in range(96)])
+    random = torch.Generator().manual_seed(5)
+    shapes = {"token_embd": (96, 32), "output_norm": (32,), "output": (96, 32)}
+    block = {
+        "attn_norm": (32,), "ffn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32),
+        "attn_output": (32, 32), "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48),
+    }  # fmt: skip
+    shapes |= {f"blk.{k}.{name}": shape for k in range(2) for name, shape in block.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=random).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def weights_of_gguf(rank, world_size, folder):
+    model = opened(folder, rank, gguf_file="tiny.gguf")
+    handle, _ = sharded(model, 3)
+    state = handle.full_state_dict(rank0_only=True)
+    handle.close()
+    return state
+
+
+def test_a_gguf_file_is_loaded_by_rank_0_and_spread(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf").state_dict()
+    assert len(plain) == 21
+    first, _ = run_ranks(2, weights_of_gguf, tmp_path)
+    torch.testing.assert_close(first, dict(plain), rtol=0, atol=0)

@@ -44,14 +44,15 @@ def check_model_path(name: str) -> None:
         raise ModelError(f"--model_name_or_path: {name} has a config.json but no weights (*.safetensors)")
 
 
-def load_config_of(name: str, *, cache_dir: str | None, trust_remote_code: bool) -> Any:
-    """The model's config, no weights.
+def load_config_of(name: str, *, cache_dir: str | None, trust_remote_code: bool, gguf_file: str | None = None) -> Any:
+    """The model's config, no weights; from the head of a GGUF file if one is named.
 
     Raises:
         ModelError: It cannot be read, or its model type is unknown.
     """
     try:
-        return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+        given = {} if gguf_file is None else {"gguf_file": gguf_file}
+        return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code, **given)
     except THEIRS as error:
         if not Path(name).expanduser().exists():
             raise ModelError(_nowhere(name, error)) from error

@@ -5,8 +5,9 @@ parameter is to ``engine.sources``, and the values' way into the shards to the e
 
 [Note: two ways] Where the files have every parameter under the model's own name and shape, each rank reads its own
 slices of them. Otherwise (transformers renames or fuses tensors of this model type, the weights are in pickled
-``.bin`` files, the model's heads are new) rank 0 loads the model as transformers does, the others have it hollow, and
-the engine spreads it unit by unit: rank 0 needs the room for all of it, the others for their shards and one unit.
+``.bin`` files or a GGUF file, the model's heads are new) rank 0 loads the model as transformers does, the others have
+it hollow, and the engine spreads it unit by unit: rank 0 needs the room for all of it, the others for their shards
+and one unit.
 """
 
 import logging
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
+from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -48,7 +50,8 @@ def open_model(
         device: Where it is going to be; None is this rank's GPU, or the CPU where there is none.
         is_main: Whether this is rank 0; None asks torch.distributed, and is every process as long as that is not
             initialised.
-        options: ``dtype`` and ``attn_implementation`` as ``from_pretrained`` takes them; None counts as absent.
+        options: ``dtype``, ``attn_implementation`` and ``gguf_file`` as ``from_pretrained`` takes them; None counts
+            as absent.
 
     Returns:
         The model; once it is sharded it has the numbers that ``load_model`` gives.
@@ -56,14 +59,15 @@ def open_model(
     Raises:
         ModelError: It cannot be opened; says why.
     """
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = chosen_device(device)
     if is_main is None:
         is_main = not dist.is_initialized() or dist.get_rank() == 0
     where: dict[str, Any] = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
-    config = load_config_of(name, **where)
     given = {key: value for key, value in options.items() if value is not None}
-    stored = _files_of(name, cache_dir) if not get_checkpoint_conversion_mapping(config.model_type) else None
+    gguf = given.pop("gguf_file", None)
+    config = load_config_of(name, **where, gguf_file=gguf)
+    renames = bool(get_checkpoint_conversion_mapping(config.model_type))
+    stored = _files_of(name, cache_dir) if gguf is None and not renames else None
     dtype = _dtype(given.pop("dtype", "auto"), config, stored or {})
     model = _hollow_model(name, config, dtype, trust_remote_code=trust_remote_code, **given)
     reason = "its weights are in no safetensors files of its own names" if stored is None else _misfit(model, stored)
@@ -80,10 +84,22 @@ def open_model(
         for key, buffer in _persistent_buffers(loaded).items():
             model.get_buffer(key).copy_(buffer)  # rank 0's are spread too
         note_source(model, _LoadedWeights(loaded))
+    to_device(model, device)
+    return model
+
+
+def chosen_device(device: torch.device | None) -> torch.device:
+    """The device given, or this rank's GPU, or the CPU where there is none."""
+    if device is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def to_device(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a model whose parameters are hollow."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)
-    return model
 
 
 class _LoadedWeights:
@@ -134,16 +150,24 @@ def _dtype(wanted: Any, config: Any, stored: Mapping[str, StoredTensor]) -> torc
     return next((DTYPES[t.dtype] for t in stored.values() if t.dtype in DTYPES), torch.float32)
 
 
-def _hollow_model(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool, **options: Any) -> Any:
-    """The model with parameters on the meta device and buffers that are computed."""
+def empty_model(name: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
+    """The model with parameters on the meta device and buffers that are computed.
+
+    Raises:
+        ModelError: It cannot be made; says why.
+    """
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=trust_remote_code, **options
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except THEIRS as error:
         raise ModelError(f"--model_name_or_path: {name} cannot be made: {one_line(error)}") from error
     model.tie_weights()  # that it was tied is lost where parameters were put on the meta device one by one
+    return model
+
+
+def _hollow_model(name: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
+    """As ``from_pretrained`` gives it, but for the values."""
+    model = empty_model(name, config, dtype, **options)
     if model.can_generate():
         try:
             model.generation_config = GenerationConfig.from_pretrained(name)
