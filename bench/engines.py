@@ -4,8 +4,10 @@ bfloat16 is what each engine's users run: autocast over fp32 weights under DDP (
 precision policy under FSDP2, bf16 weights with fp32 master weights here.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -77,6 +79,32 @@ def ours(folder: str, dtype: str, device: torch.device, *, stage: int) -> Step:
     return _stepper(model, optimizer)
 
 
+def deepspeed_zero3(folder: str, dtype: str, device: torch.device) -> Step:
+    """DeepSpeed ZeRO-3 as its users start it: its own defaults, torch's AdamW."""
+    warnings.simplefilter("ignore")  # it calls deprecated names of torch for every parameter
+    import deepspeed
+
+    model = load(folder, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype == "bfloat16"},
+    }
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def step(ids: Tensor) -> Tensor:
+        loss: Tensor = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
 FLOOR = "floor"
 ENGINES: dict[str, Callable[[str, str, torch.device], Step]] = {
     FLOOR: partial(replicas, ddp=False),
@@ -89,3 +117,5 @@ ENGINES: dict[str, Callable[[str, str, torch.device], Step]] = {
     "shardglass stage 2": partial(ours, stage=2),
     "shardglass stage 3": partial(ours, stage=3),
 }
+if find_spec("deepspeed") is not None:  # `make with-deepspeed`
+    ENGINES["DeepSpeed ZeRO-3"] = deepspeed_zero3
