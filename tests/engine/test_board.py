@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from heard import heard
 from models import Perceptron
 from ranks import run_ranks
 from sharded import make, squared
@@ -87,34 +88,23 @@ def test_a_store_that_is_gone_ends_the_thread_and_nothing_else(caplog):
     assert caplog.records == []
 
 
-class Kept(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def train_with_a_late_rank(rank, world_size, stage, late_s):
     board.POLL_S, board.PATIENCE_S = 0.1, 1.0
-    kept = Kept()
-    logging.getLogger("shardglass.engine.board").addHandler(kept)
     try:
-        model = Perceptron()
-        handle, optimizer = make(model, stage=stage)
-        for step in range(2):
-            if rank == 1 and step == 1:
-                time.sleep(late_s)
-            squared(step, rank)(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        handle.close()
+        with heard("shardglass.engine.board") as lines:
+            model = Perceptron()
+            handle, optimizer = make(model, stage=stage)
+            for step in range(2):
+                if rank == 1 and step == 1:
+                    time.sleep(late_s)
+                squared(step, rank)(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            handle.close()
     finally:
-        logging.getLogger("shardglass.engine.board").removeHandler(kept)
         board.POLL_S, board.PATIENCE_S = 2.0, 10.0
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    return kept.lines
+    return lines
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

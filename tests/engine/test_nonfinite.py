@@ -1,10 +1,10 @@
 """Inf and nan gradients: every rank decides alike, the step is skipped and counted, the culprit is named."""
 
-import logging
 import math
 
 import pytest
 import torch
+from heard import heard
 from models import Perceptron
 from ranks import run_ranks
 from sharded import assert_equal, make, squared, states
@@ -132,26 +132,15 @@ def test_a_sum_that_overflows_is_skipped_and_said_to_be_one():
         assert "overflow" in texts[0]
 
 
-class Heard(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 def warnings_by_rank(rank, world_size):
-    heard = Heard()
-    logging.getLogger("shardglass").addHandler(heard)
     model = Perceptron()
     handle, optimizer = make(model)
     spoil(model, math.nan)
-    squared(rank)(model).backward()
-    optimizer.step()
-    handle.close()
-    logging.getLogger("shardglass").removeHandler(heard)
-    return heard.texts
+    with heard("shardglass") as texts:
+        squared(rank)(model).backward()
+        optimizer.step()
+        handle.close()
+    return texts
 
 
 def test_only_rank_zero_warns_and_names_every_rank():

@@ -1,6 +1,7 @@
 """Stage 3: what is whole when, what is gathered, and what happens to those who read a parameter in between."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -336,6 +337,7 @@ def steps_on_end(rank, world_size):
     import resource
 
     give_freed_runs_back()
+    gc.collect()  # ends connections of what ran before in this process
     model = tiny_causal_lm(layers=3)
     handle, optimizer = make(model, stage=3)
     marks = []
@@ -350,8 +352,7 @@ def steps_on_end(rank, world_size):
 
 def test_two_hundred_steps_more_take_no_more_memory_and_files():
     for before, after in run_ranks(2, steps_on_end):
-        assert after[0] == before[0]
-        assert after[1] <= before[1]  # fewer where connections of what ran before in this process end meanwhile
+        assert after[:2] == before[:2]
         assert after[2] - before[2] < 8 << 10  # KiB
 
 

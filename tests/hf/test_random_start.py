@@ -58,12 +58,17 @@ def draw(rank, world_size, config, dtype, stage, seed):
     return values, loss.item()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_each_rank_s_slices_are_those_of_one_process_with_the_same_seed(kind, stage):
+@pytest.mark.parametrize(
+    ("kind", "stage", "ranks"),
+    [
+        *((kind, 3, 3) for kind in CONFIGS),
+        *(("llama", stage, ranks) for stage, ranks in ((0, 2), (1, 3), (2, 4), (3, 4))),
+    ],
+)
+def test_each_rank_s_slices_are_those_of_one_process_with_the_same_seed(kind, stage, ranks):
     dtype = torch.bfloat16 if kind == "llama" else torch.float32
     expected = drawn_by_one(CONFIGS[kind], dtype, 7)
-    for values, loss in run_ranks(3, draw, CONFIGS[kind], dtype, stage, 7):
+    for values, loss in run_ranks(ranks, draw, CONFIGS[kind], dtype, stage, 7):
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
         assert 4 < loss < 5.5  # ln 96 = 4.56
     other = drawn_by_one(CONFIGS[kind], dtype, 8)

@@ -5,6 +5,7 @@ import threading
 import time
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from models import tiny_causal_lm
@@ -208,7 +209,6 @@ def test_a_rank_s_memory_at_the_start_is_its_shards_and_one_unit(tmp_path, is_ra
 
 def write_gguf(path):
     """A tiny Llama as llama.cpp keeps it, in float32."""
-    gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(32)

@@ -46,9 +46,13 @@ class Record:
     started: float
     finished: float | None = None
 
+    @property
+    def name(self) -> str:
+        """What it is, of what, and when."""
+        return f"{self.kind} of {self.what} at {self.where}"
+
     def __str__(self) -> str:
-        state = "finished" if self.finished is not None else "started, not finished"
-        return f"{self.kind} of {self.what} at {self.where} ({state})"
+        return f"{self.name} ({'finished' if self.finished is not None else 'started, not finished'})"
 
 
 class Pending:
@@ -137,14 +141,12 @@ class Comm:
     def _where_for_others(self) -> board.Position:
         """Where this rank is, as the board takes it; called on the board's thread."""
         now, waiting, last = time.monotonic(), self.waiting, self.last_finished
-        ended = "none" if last is None else f"{last.kind} of {last.what} at {last.where}"
+        ended = "none" if last is None else last.name
         if waiting is not None:
             record, since = waiting
-            place = f"{record.kind} of {record.what} at {record.where}"
-            return board.Position(waits_in=place, since_s=now - since, last=ended)
-        return board.Position(
-            waits_in=None, since_s=now - ((last.finished if last is not None else None) or now), last=ended
-        )
+            return board.Position(waits_in=record.name, since_s=now - since, last=ended)
+        finished = last.finished if last is not None else None
+        return board.Position(waits_in=None, since_s=now - finished if finished is not None else 0.0, last=ended)
 
     def where(self) -> str:
         """One line: the last collective started and the last finished on this rank."""
@@ -317,7 +319,7 @@ class _Guard:
             comm, record = self._comm, self._record
             waited = time.monotonic() - record.started
             raise CollectiveError(
-                f"rank {comm.rank}: the {record.kind} of {record.what} at {record.where} failed after {waited:.1f} s: "
+                f"rank {comm.rank}: the {record.name} failed after {waited:.1f} s: "
                 f"{error}. Either another rank ended (look for the first error of all ranks) or it took another path "
                 f"and never came here; last finished here: {comm.last_finished}"
             ) from error

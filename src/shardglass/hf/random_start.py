@@ -6,7 +6,8 @@ meta device, then ``init_weights``, with the same seed. Leaves their way into th
 [Note: parts] transformers initialises children before their parents, one module at a time, from one generator. The
 model is cut in parts in that order: each block (see ``engine.units``), each module outside of blocks, each parent with
 the parameters it has itself. Before a part is drawn the state of the generator is kept, so it can be drawn once more
-when its values are wanted; every rank draws every part, keeps its slices of it and lets the rest go.
+when its values are wanted. A rank draws every part before the last one that it has elements of, keeps its slices and
+lets the rest go.
 """
 
 import copy
@@ -75,6 +76,11 @@ class _Part:
     steps: tuple[tuple[nn.Module, Initialise], ...]
     places: dict[str, tuple[nn.Module, str]]
 
+    @property
+    def module(self) -> nn.Module:
+        """The module, which is initialised last."""
+        return self.steps[-1][0]
+
 
 class RandomWeights:
     """Parameters that are drawn when they are read; an ``engine.sources.WeightSource``."""
@@ -107,20 +113,19 @@ class RandomWeights:
             for k in range(len(self._states) - 1, wanted):
                 self._draw(k)
             self._held = (wanted, self._draw(wanted))
-        value = self._held[1][name]
-        if torch.isnan(value).any():
-            raise ModelError(
-                f"{name}: {type(self._model).__name__} gives it no first value in _init_weights, so a model made on "
-                "the meta device has none; set it there, or save a model with values once and open that"
-            )
-        return value.reshape(-1)[start:stop]
+        return self._held[1][name].reshape(-1)[start:stop]
 
     def _draw(self, k: int) -> dict[str, Tensor]:
-        """The values of one part, by name; its parameters are on the meta device again afterwards."""
+        """The values of one part, by name; its parameters are on the meta device again afterwards.
+
+        Raises:
+            ModelError: As ``read``.
+        """
         part = self._parts[k]
         before = {name: getattr(owner, key) for name, (owner, key) in part.places.items()}
-        others = [p for p in self._model.parameters() if p.is_meta and not any(p is b for b in before.values())]
-        versions = [p._version for p in others]
+        own = {id(p) for p in before.values()}
+        below = [p for p in part.module.parameters() if id(p) not in own]  # of parts that are drawn apart
+        versions = [p._version for p in below]
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.set_rng_state(self._states[k])
             for name, (owner, key) in part.places.items():
@@ -134,12 +139,18 @@ class RandomWeights:
         values = {name: getattr(owner, key).detach() for name, (owner, key) in part.places.items()}
         for name, (owner, key) in part.places.items():
             owner._parameters[key] = before[name]
-        if versions != [p._version for p in others]:
+        if versions != [p._version for p in below]:
             raise ModelError(
                 f"{type(self._model).__name__} initialises parameters of its blocks from outside of them (in "
                 f"{part.name or 'the whole model'}), so it cannot be drawn in parts; save a model with values once and "
                 "open that"
             )
+        for name, value in values.items():
+            if torch.isnan(value).any():
+                raise ModelError(
+                    f"{name}: {type(self._model).__name__} gives it no first value in _init_weights, so a model made "
+                    "on the meta device has none; set it there, or save a model with values once and open that"
+                )
         return values
 
 
