@@ -266,6 +266,15 @@ def changing(rank, world_size, stage, dtype, modifier_rank):
         pass
     with pytest.raises(UsageError, match="the ranks are 0 to 1"), handle.gathered("blocks.0", modifier_rank=2):
         pass
+    with pytest.raises(UsageError, match="the ranks are 0 to 1"), handle.gathered("blocks.0", modifier_rank="0"):
+        pass
+    with pytest.raises(UsageError, match="3 is no module, no parameter"), handle.gathered(3):
+        pass
+    with pytest.raises(UsageError, match="none of the sharded model"), handle.gathered(nn.Parameter(torch.ones(2))):
+        pass
+    weight = model.blocks[0][0].weight
+    with handle.gathered([weight, "blocks.1"]):
+        assert weight.sum().isfinite()
     handle.close()
 
 

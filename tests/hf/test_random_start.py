@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from shardglass import EngineOptions, new_model, shard
-from shardglass.errors import ModelError
+from shardglass.errors import CollectiveError, ModelError, UsageError
 from shardglass.hf.random_start import RandomWeights
 from shardglass.hf.sharded_start import empty_model
 
@@ -131,3 +131,35 @@ def use_too_early(rank, world_size):
 
 def test_a_use_before_the_values_are_there_is_an_error():
     run_alone(use_too_early)
+
+
+def other_seed(rank, world_size):
+    model = new_model(CONFIGS["llama"], seed=rank, device=torch.device("cpu"))
+    with pytest.raises(CollectiveError, match="rank 1 has weights read by each rank = .*seed 1.*rank 0 has .*seed 0"):
+        shard(model, torch.optim.SGD(model.parameters(), lr=0.1), options=EngineOptions(stage=3))
+
+
+def test_a_seed_that_differs_by_rank_is_told_before_anything_is_drawn():
+    run_ranks(2, other_seed)
+
+
+def test_the_dtype_is_chosen_as_transformers_does():
+    def dtype(config=CONFIGS["llama"], **given):
+        return new_model(config, seed=0, device=torch.device("cpu"), **given).lm_head.weight.dtype
+
+    assert dtype() == torch.float32
+    assert dtype(dtype="bfloat16") == dtype(torch_dtype=torch.bfloat16) == torch.bfloat16
+    assert dtype(LlamaConfig(**SIZES, dtype="bfloat16")) == torch.bfloat16
+    with pytest.raises(ModelError, match="dtype 'float99': no dtype of torch"):
+        dtype(dtype="float99")
+
+
+@pytest.mark.parametrize("seed", ["0", 1.5, True, None, -1, 2**63])
+def test_what_is_no_seed_is_refused(seed):
+    with pytest.raises(UsageError, match=r"new_model\(seed=.*not a whole number"):
+        new_model(CONFIGS["llama"], seed=seed)
+
+
+def test_what_is_no_config_is_refused():
+    with pytest.raises(ModelError, match="not a config; AutoConfig"):
+        new_model("folder", seed=0)

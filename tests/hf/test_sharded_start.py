@@ -100,6 +100,40 @@ def test_a_use_of_values_before_they_are_there_is_an_error_that_names_the_parame
     run_alone(use_too_early, save(tmp_path / "model"))
 
 
+def with_a_head_of_its_own(rank, world_size, folder, stage, replaces):
+    model = opened(folder, rank)
+    torch.manual_seed(rank)
+    head = torch.nn.Linear(32, 96 if replaces else 4)
+    if replaces:
+        model.lm_head = head
+    else:
+        model.score = head
+    given = {name: p.detach().clone() for name, p in head.named_parameters()}
+    handle, _ = sharded(model, stage)
+    name = "lm_head" if replaces else "score"
+    held = {key: handle.state_of(f"{name}.{key}")["param"] for key in given}
+    other = handle.state_of("model.norm.weight")["param"]
+    handle.close()
+    return held, given, other
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_module_put_in_before_the_values_come_keeps_rank_0_s_values(tmp_path, stage, replaces, pickled):
+    folder = save(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if pickled:
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+    (held, given, other), (held_1, given_1, _) = run_ranks(2, with_a_head_of_its_own, folder, stage, replaces)
+    assert held.keys() == given.keys() == {"weight", "bias"}
+    assert not torch.equal(given["weight"], given_1["weight"])
+    torch.testing.assert_close((held, held_1), (given, given), rtol=0, atol=0)
+    torch.testing.assert_close(other, model.model.norm.weight.detach(), rtol=0, atol=0)
+
+
 def fails_like(folder, rank, told):
     with pytest.raises(ModelError, match=told):
         opened(folder, rank)

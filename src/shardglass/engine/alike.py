@@ -3,6 +3,7 @@
 Owns the messages that name the first difference.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -74,7 +75,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def check_alike(
-    comm: Comm, layout: Layout, options: EngineOptions, optimizer: torch.optim.Optimizer, *, reads_own: bool = False
+    comm: Comm, layout: Layout, options: EngineOptions, optimizer: torch.optim.Optimizer, *, reads: Sequence[str] = ()
 ) -> None:
     """Compare model, options and optimizer over ranks before the first tensor moves; collective.
 
@@ -83,7 +84,7 @@ def check_alike(
         layout: This rank's layout.
         options: Its options.
         optimizer: Its optimizer.
-        reads_own: Whether it reads its part of the weights itself.
+        reads: What it reads its part of the weights from, and the parameters it has already; nothing if it gets them.
 
     Raises:
         CollectiveError: Names the first rank that differs from rank 0, and in what.
@@ -93,7 +94,7 @@ def check_alike(
         "layout": layout.fingerprint,
         "optimizer": type(optimizer).__name__,
         "param_groups": groups,
-        "weights read by each rank": reads_own,
+        "weights read by each rank": list(reads),
         **asdict(options),
     }
     everyone: list[dict[str, Any]] = comm.exchange("layout and options", mine)

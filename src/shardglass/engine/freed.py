@@ -51,7 +51,8 @@ class FreedParameter(nn.Parameter):
         """Answer what needs no value; for the rest have the values gathered first."""
         name, access = called(func)
         if name == "__repr__":
-            return f"FreedParameter(shape={tuple(args[0].shape)}): in the ranks' shards, see handle.state_of(name)"
+            where = getattr(type(args[0])._on_use, "where", "in the ranks' shards, see handle.state_of(name)")
+            return f"FreedParameter(shape={tuple(args[0].shape)}): {where}"
         if name not in (_FREE_PROPERTIES if access else _FREE):
             for param in _freed_in((args, kwargs or {})):
                 type(param)._on_use(param, name)

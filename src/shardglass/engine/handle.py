@@ -18,7 +18,7 @@ from shardglass.engine.optim import OwnedRun
 from shardglass.engine.parts import Parts
 from shardglass.engine.runtime import Runtime
 from shardglass.engine.state import Piece, StateKind, TrainingState
-from shardglass.engine.units import parameters_named
+from shardglass.engine.units import Named, parameters_named
 from shardglass.errors import UsageError
 from shardglass.layout import Layout, params_in_partition, params_not_in_partition
 from shardglass.layout.line import rank_line
@@ -153,13 +153,11 @@ class Handle:
         self._parts.gathers.settle()
 
     @contextmanager
-    def gathered(
-        self, what: nn.Module | str | Sequence[str] | None = None, *, modifier_rank: int | None = None
-    ) -> Iterator[None]:
+    def gathered(self, what: Named = None, *, modifier_rank: int | None = None) -> Iterator[None]:
         """Whole parameters to read, or to change on one rank; collective.
 
         Args:
-            what: A module of the model, or names of parameters or modules; None is the whole model.
+            what: A module of the model, parameters, or names of parameters or modules; None is the whole model.
             modifier_rank: The rank whose changes inside are taken over by all. None is to read alone: what is written
                 then is lost at stage 3, and at other stages makes ranks differ.
 
@@ -168,8 +166,8 @@ class Handle:
         """
         self._check_open()
         places = [self.layout.find(name) for name in parameters_named(self._model, what)]
-        if modifier_rank is not None and not 0 <= modifier_rank < self.world_size:
-            raise UsageError(f"gathered(modifier_rank={modifier_rank}): the ranks are 0 to {self.world_size - 1}")
+        if modifier_rank is not None and modifier_rank not in range(self.world_size):
+            raise UsageError(f"gathered(modifier_rank={modifier_rank!r}): the ranks are 0 to {self.world_size - 1}")
         units = list(dict.fromkeys(self.layout.buffers[b].unit for b, _ in places))
         self._runtime.end_backward()
         self._parts.gathers.pin(units)

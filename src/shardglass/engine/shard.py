@@ -29,7 +29,7 @@ from shardglass.engine.optim import OptimizerShards, check_optimizer
 from shardglass.engine.parts import Parts
 from shardglass.engine.registry import live_handle
 from shardglass.engine.runtime import Runtime
-from shardglass.engine.sources import is_hollow, take_source
+from shardglass.engine.sources import BesideOwn, is_hollow, take_source
 from shardglass.engine.units import build_units, param_specs
 from shardglass.errors import ModelError, UsageError
 from shardglass.layout import units_layout
@@ -100,11 +100,17 @@ def shard_over(
     dtype = torch_dtype(options.param_dtype) if options.param_dtype is not None else None
     specs = param_specs(cut, optimizer, dtype)
     layout = units_layout(specs, comm.world_size)
-    weights = take_source(model)
-    check_alike(comm, layout, options, optimizer, reads_own=weights is not None and weights.on_every_rank)
+    params = {name: p for unit in cut for name, p in unit.params.items()}
+    source = take_source(model)
+    weights = BesideOwn(source, params) if source is not None else None
+    reads_own = weights is not None and weights.on_every_rank
+    reads = [weights.identity, *weights.own] if weights is not None and reads_own else []
+    check_alike(comm, layout, options, optimizer, reads=reads)
     if weights is None and comm.rank == 0 and is_hollow(model):
         raise ModelError("rank 0's model has no values to spread: load it there, or note where they are for every rank")
-    params = {name: p for unit in cut for name, p in unit.params.items()}
+    if weights is not None and reads_own:
+        for name, tensor in weights.own.items():
+            comm.broadcast(f"the initial {name}", tensor)
     buffers = make_buffers(layout, params, comm, options.rules, weights)
     for name, tensor in model.named_buffers():
         comm.broadcast(f"the module buffer {name}", tensor)

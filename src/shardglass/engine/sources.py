@@ -9,6 +9,7 @@ get what it spreads.
 """
 
 import weakref
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -23,9 +24,11 @@ class WeightSource(Protocol):
 
     Attributes:
         on_every_rank: Each rank reads its own part; otherwise rank 0 alone has it, and reads each parameter once.
+        identity: What must be equal on ranks that read their own parts, in words.
     """
 
     on_every_rank: bool
+    identity: str
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of a flattened parameter, in the model's dtype.
@@ -46,6 +49,25 @@ def note_source(model: nn.Module, source: WeightSource) -> None:
 def take_source(model: nn.Module) -> WeightSource | None:
     """Where the values are, once; None if the parameters have them, or rank 0 knows."""
     return _BY_MODEL.pop(model, None)
+
+
+class BesideOwn:
+    """A source for a model of which some parameters have values already, such as a head put in after it was opened."""
+
+    def __init__(self, source: WeightSource, params: Mapping[str, nn.Parameter]) -> None:
+        self._source, self.on_every_rank, self.identity = source, source.on_every_rank, source.identity
+        self._own = {name: param.detach() for name, param in params.items() if not _is_hollow(param)}
+
+    @property
+    def own(self) -> Mapping[str, Tensor]:
+        """The values that are here, by name."""
+        return self._own
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of a flattened parameter."""
+        if name in self._own:
+            return self._own[name].reshape(-1)[start:stop]
+        return self._source.read(name, start, stop)
 
 
 def is_hollow(model: nn.Module) -> bool:
@@ -88,6 +110,8 @@ def _hollow(param: nn.Parameter, device: torch.device, name: str) -> nn.Paramete
 class _NotYet:
     """What happens when somebody wants the values of a hollow parameter."""
 
+    where = "not loaded yet, shard() does it"
+
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -98,6 +122,6 @@ class _NotYet:
             ModelError: Names the parameter, and what was to be done with it.
         """
         raise ModelError(
-            f"{what} of {self._name}: its values are not loaded yet, as each rank reads its own part when the model is "
-            "sharded; call shard(), or train(), first"
+            f"{what} of {self._name}: its values are not loaded yet, they come when the model is sharded; call "
+            "shard(), or train() of a ZeroTrainer, first"
         )

@@ -9,7 +9,7 @@ embedding is needed first and its gradient comes last, the head the other way ro
 for everything.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -227,11 +227,15 @@ def param_specs(
     return specs
 
 
-def parameters_named(model: nn.Module, what: nn.Module | str | Sequence[str] | None) -> list[str]:
-    """Full names of the parameters of a module, or of names of parameters and modules; None is the whole model.
+Named = nn.Module | nn.Parameter | str | Sequence[str | nn.Parameter] | None
+"""Parameters as a caller gives them: a module's, themselves, or by names of parameters and modules; None is all."""
+
+
+def parameters_named(model: nn.Module, what: Named) -> list[str]:
+    """Full names of parameters.
 
     Raises:
-        UsageError: The module is not one of the model's, or a name is of no parameter and no module.
+        UsageError: A module or parameter is not one of the model's, or a name is of none.
     """
     modules, first_name = dict(model.named_modules()), {id(p): name for name, p in model.named_parameters()}
     if what is None:
@@ -242,8 +246,14 @@ def parameters_named(model: nn.Module, what: nn.Module | str | Sequence[str] | N
         return [first_name[id(p)] for p in what.parameters()]
     found: dict[str, None] = {}
     params = dict(model.named_parameters(remove_duplicate=False))
-    for name in [what] if isinstance(what, str) else what:
-        if name in params:
+    if not isinstance(what, (str, nn.Parameter, Iterable)):
+        raise UsageError(f"{what!r} is no module, no parameter and no name of one")
+    for name in [what] if isinstance(what, (str, nn.Parameter)) else what:
+        if isinstance(name, nn.Parameter):
+            if id(name) not in first_name:
+                raise UsageError(f"this parameter of shape {list(name.shape)} is none of the sharded model")
+            found[first_name[id(name)]] = None
+        elif name in params:
             found[first_name[id(params[name])]] = None
         elif name in modules:
             found |= dict.fromkeys(first_name[id(p)] for p in modules[name].parameters())

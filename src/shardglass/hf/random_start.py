@@ -22,8 +22,8 @@ from transformers import initialization as init
 
 from shardglass.engine.sources import hollow_out, note_source
 from shardglass.engine.units import find_blocks
-from shardglass.errors import ModelError
-from shardglass.hf.sharded_start import chosen_device, empty_model, to_device
+from shardglass.errors import ModelError, UsageError
+from shardglass.hf.sharded_start import chosen_device, dtype_of_parameters, empty_model, to_device
 
 Initialise = Callable[[nn.Module], None]
 """Gives the parameters that a module has itself their first values."""
@@ -33,7 +33,6 @@ def new_model(
     config: PretrainedConfig,
     *,
     seed: int,
-    dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     **options: Any,
 ) -> Any:
@@ -41,10 +40,11 @@ def new_model(
 
     Args:
         config: What the model is.
-        seed: Of the values; the same on every rank. No generator of torch is moved.
-        dtype: Of the parameters.
+        seed: Of the values, 0 to 2^63 - 1; the same on every rank, which ``shard`` checks. No generator of torch is
+            moved.
         device: Where it is going to be; None is this rank's GPU, or the CPU where there is none.
-        options: Further arguments of ``AutoModelForCausalLM.from_config``, such as ``attn_implementation``.
+        options: ``dtype`` of the parameters, by default the config's or float32, and further arguments of
+            ``AutoModelForCausalLM.from_config``, such as ``attn_implementation``; None counts as absent.
 
     Returns:
         The model; once it is sharded it has the numbers of one process that makes it on the meta device, moves it to
@@ -52,8 +52,15 @@ def new_model(
 
     Raises:
         ModelError: It cannot be made, or cannot be drawn in parts; says why.
+        UsageError: The seed is none.
     """
-    model = empty_model(type(config).__name__, config, dtype, **options)
+    if not isinstance(config, PretrainedConfig):
+        raise ModelError(f"new_model({config!r}): not a config; AutoConfig.from_pretrained(name) reads one")
+    if type(seed) is not int or not 0 <= seed < 1 << 63:
+        raise UsageError(f"new_model(seed={seed!r}): not a whole number from 0 to 2^63 - 1")
+    given = {key: value for key, value in options.items() if value is not None}
+    dtype = dtype_of_parameters(given, config, {})
+    model = empty_model(f"new_model({type(config).__name__})", config, dtype, **given)
     source = RandomWeights(copy.deepcopy(model), seed)
     device = chosen_device(device)
     hollow_out(model, device)
@@ -94,7 +101,7 @@ class RandomWeights:
             model: A model on the meta device, of this object's own.
             seed: Of the values.
         """
-        self._model = model
+        self._model, self.identity = model, f"random values of seed {seed}"
         blocks = set(find_blocks(model))
         self._parts = list(_parts(model, "", _of_model(model), blocks))
         self._part_of = {name: k for k, part in enumerate(self._parts) for name in part.places}

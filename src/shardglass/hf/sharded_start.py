@@ -68,7 +68,7 @@ def open_model(
     config = load_config_of(name, **where, gguf_file=gguf)
     renames = bool(get_checkpoint_conversion_mapping(config.model_type))
     stored = _files_of(name, cache_dir) if gguf is None and not renames else None
-    dtype = _dtype(given.pop("dtype", "auto"), config, stored or {})
+    dtype = dtype_of_parameters(given, config, stored or {})
     model = _hollow_model(name, config, dtype, trust_remote_code=trust_remote_code, **given)
     reason = "its weights are in no safetensors files of its own names" if stored is None else _misfit(model, stored)
     dtypes = {key: p.dtype for key, p in model.named_parameters()}
@@ -106,6 +106,7 @@ class _LoadedWeights:
     """Parameters of a model that rank 0 loaded, which are let go of one by one as they are read."""
 
     on_every_rank = False
+    identity = "what rank 0 loaded"
 
     def __init__(self, model: Any) -> None:
         self._params = {name: param.detach() for name, param in model.named_parameters()}
@@ -132,25 +133,29 @@ def _files_of(name: str, cache_dir: str | None) -> dict[str, StoredTensor] | Non
     return stored_tensors(folder)
 
 
-def _dtype(wanted: Any, config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
+def dtype_of_parameters(options: dict[str, Any], config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     """The dtype of the parameters as ``from_pretrained`` chooses it: asked for, the config's, or the checkpoint's.
+
+    Takes ``dtype``, or ``torch_dtype``, its older name, out of the options.
 
     Raises:
         ModelError: There is no such dtype.
     """
+    older = options.pop("torch_dtype", "auto")
+    wanted = options.pop("dtype", older)
     if isinstance(wanted, torch.dtype):
         return wanted
     if wanted != "auto":
         found = getattr(torch, str(wanted), None)
         if not isinstance(found, torch.dtype):
-            raise ModelError(f"--dtype {wanted}: no dtype of torch")
+            raise ModelError(f"dtype {wanted!r}: no dtype of torch")
         return found
     if isinstance(getattr(config, "dtype", None), torch.dtype):
         return config.dtype  # type: ignore[no-any-return]
     return next((DTYPES[t.dtype] for t in stored.values() if t.dtype in DTYPES), torch.float32)
 
 
-def empty_model(name: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
+def empty_model(what: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
     """The model with parameters on the meta device and buffers that are computed.
 
     Raises:
@@ -160,14 +165,14 @@ def empty_model(name: str, config: Any, dtype: torch.dtype, **options: Any) -> A
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except THEIRS as error:
-        raise ModelError(f"--model_name_or_path: {name} cannot be made: {one_line(error)}") from error
+        raise ModelError(f"{what} cannot be made: {one_line(error)}") from error
     model.tie_weights()  # that it was tied is lost where parameters were put on the meta device one by one
     return model
 
 
 def _hollow_model(name: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
     """As ``from_pretrained`` gives it, but for the values."""
-    model = empty_model(name, config, dtype, **options)
+    model = empty_model(f"--model_name_or_path: {name}", config, dtype, **options)
     if model.can_generate():
         try:
             model.generation_config = GenerationConfig.from_pretrained(name)

@@ -97,6 +97,7 @@ class FileWeights:
     """Parameters of a model in safetensors files; an ``engine.sources.WeightSource``."""
 
     on_every_rank = True
+    identity = "safetensors files"
 
     def __init__(self, stored: Mapping[str, StoredTensor], dtypes: Mapping[str, torch.dtype]) -> None:
         """Read nothing yet.
