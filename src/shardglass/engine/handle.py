@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardglass.engine import registry
 from shardglass.engine.buffers import ParamBuffer
 from shardglass.engine.inventory import HeldTensor, inventory, tensors_by_category
+from shardglass.engine.links import GroupApart
 from shardglass.engine.optim import OwnedRun
 from shardglass.engine.parts import Parts
 from shardglass.engine.runtime import Runtime
@@ -333,6 +334,14 @@ class Handle:
     def agree(self, what: str, value: Any) -> list[Any]:
         """Every rank's small picklable value, by rank; collective."""
         return self._parts.comm.exchange(what, value)
+
+    def group_apart(self, timeout_s: float) -> GroupApart:
+        """A gloo group of the same ranks for work beside training; collective. The caller closes it.
+
+        Args:
+            timeout_s: Seconds that a rank may be late to an agreement in it.
+        """
+        return GroupApart(self._parts.comm.control, timeout_s)
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank's tensors of the engine take, by category; each storage counts once.

@@ -23,11 +23,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from shardglass.checkpoint.weight_files import DTYPES, FileWeights, StoredTensor, stored_tensors
 from shardglass.engine.sources import hollow_out, note_source
 from shardglass.errors import ModelError
 from shardglass.hf.load import load_config_of, load_model
 from shardglass.hf.mistakes import THEIRS, one_line
-from shardglass.hf.weight_files import DTYPES, FileWeights, StoredTensor, stored_tensors
 
 log = logging.getLogger(__name__)
 
