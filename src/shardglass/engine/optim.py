@@ -285,7 +285,7 @@ class OptimizerShards:
 
     @skipped_counts.setter
     def skipped_counts(self, values: Mapping[str, int]) -> None:
-        self.steps_skipped, self._skipped_in_a_row = values["skipped"], values["skipped_in_a_row"]
+        self.steps_skipped, self._skipped_in_a_row = values.get("skipped", 0), values.get("skipped_in_a_row", 0)
 
     def restore_groups(self) -> None:
         """Give the optimizer the model's own parameters back; its sharded state is dropped."""
