@@ -61,8 +61,12 @@ class ModelStates:
     buffers: Mapping[str, Tensor]
 
 
-def read_model_states(path: Path) -> ModelStates:
+def read_model_states(path: Path, *, is_partitioned: bool) -> ModelStates:
     """Open one model file.
+
+    Args:
+        path: The file.
+        is_partitioned: Whether it is one of stage 3's, whose state dict has placeholders for parameters.
 
     Raises:
         CheckpointError: It cannot be read, is not of a ZeRO checkpoint, or of one with more than data parallelism.
@@ -79,13 +83,13 @@ def read_model_states(path: Path) -> ModelStates:
     module = tensors_in(path, fields.get("module", dict), "['module']")
     buffers = _buffers(fields, module)
     shared = {str(name): str(stored) for name, stored in (fields.optional("shared_params", dict) or {}).items()}
-    frozen, pieces = _frozen(fields, module, set(names) | set(buffers) | set(shared))
+    # DeepSpeed takes tensors without elements for one another, as all of them have one address.
+    tied = {name for name in shared if is_partitioned or name not in module or module[name].numel()}
+    rest = {} if is_partitioned else {n: v for n, v in module.items() if n not in {*names, *buffers, *tied}}
+    frozen, pieces = _frozen(fields, rest)
     known = set(names) | set(frozen)
-    # Tensors without elements have one address, by which DeepSpeed takes them for one another.
-    shared = {name: stored for name, stored in shared.items() if name not in known}
-    for name, stored in shared.items():
-        if stored not in known:
-            raise fields.fault("shared_params", f"has {name} share {stored}, which is not stored")
+    # Where frozen parameters are left out, the second names of theirs are still listed.
+    shared = {name: stored for name, stored in shared.items() if name not in known and stored in known}
     return ModelStates(
         path=path,
         version=fields.optional("ds_version", str),
@@ -139,26 +143,19 @@ def _buffers(fields: Fields, module: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: module[name] for name in names}
 
 
-def _frozen(
-    fields: Fields, module: Mapping[str, Tensor], others: set[str]
-) -> tuple[dict[str, Shape], dict[str, Tensor]]:
+def _frozen(fields: Fields, rest: Mapping[str, Tensor]) -> tuple[dict[str, Shape], dict[str, Tensor]]:
     """Shapes and tensors of what is frozen, see [Note: frozen parameters].
 
     Args:
         fields: The file.
-        module: Its state dict.
-        others: Names in it that are something else.
+        rest: What is in its state dict and is nothing else.
 
     Raises:
         CheckpointError: Shapes and tensors are not of the same parameters.
     """
     listed = fields.optional("frozen_param_shapes", dict)
     if listed is None:
-        pieces = {
-            name: value
-            for name, value in module.items()
-            if name not in others and name.rpartition(".")[2] != "_extra_state"
-        }
+        pieces = {name: value for name, value in rest.items() if name.rpartition(".")[2] != "_extra_state"}
         return {name: tuple(value.shape) for name, value in pieces.items()}, pieces
     shapes = shapes_in(fields.path, listed, "['frozen_param_shapes']")
     pieces = tensors_in(fields.path, fields.get("frozen_param_fragments", dict), "['frozen_param_fragments']")

@@ -221,18 +221,20 @@ def open_deepspeed(folder: str | Path) -> DeepSpeedCheckpoint:
             file, and what to do.
     """
     files = find_files(tag_folder(Path(folder)))
-    model = read_model_states(files.first_model)
+    is_partitioned = files.model is None
+    model = read_model_states(files.first_model, is_partitioned=is_partitioned)
     files.check_ranks(model.world_size)
-    models = [model, *(read_model_states(path) for rank, path in files.shards.items() if rank > 0)]
+    others = [path for rank, path in files.shards.items() if rank > 0]
+    models = [model, *(read_model_states(path, is_partitioned=is_partitioned) for path in others)]
     agreement.check_models(models)
     optims = [read_optim_states(path) for path in files.optim.values()]
     agreement.check_optims(optims, model)
-    if optims[0].is_partitioned != (files.model is None):
+    if optims[0].is_partitioned != is_partitioned:
         raise CheckpointError(
             f"{optims[0].path}: not of the stage that {model.path.name} is of: files of two saves are mixed in one "
             "folder; use another checkpoint"
         )
-    agreement.check_frozen(models, is_partitioned=optims[0].is_partitioned)
+    agreement.check_frozen(models, is_partitioned=is_partitioned)
     places = _places(model, optims[0])
     agreement.check_parts(optims, places, on_nvme=_is_on_nvme(model.config))
     checkpoint = DeepSpeedCheckpoint(files, models, optims, places)

@@ -172,5 +172,6 @@ def _check_archive(path: Path) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """The first line of an error of torch or Python, with its class."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+    """The first line of an error of torch or Python, with its class; of torch's unpickler without its advice."""
+    text = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or "no reason given"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
