@@ -5,6 +5,8 @@ Owns the signs by which each writer's folder is known. Opening reads no weights.
 
 from pathlib import Path
 
+from shardglass.checkpoint.deepspeed import is_deepspeed_checkpoint
+from shardglass.checkpoint.from_deepspeed import DeepSpeedSource
 from shardglass.checkpoint.fsdp import DCP_METADATA, DcpCheckpoint
 from shardglass.checkpoint.known import KnownModel
 from shardglass.checkpoint.manifest import LAYOUT, MANIFEST, STATE
@@ -31,6 +33,8 @@ def kind_of(folder: Path) -> str:
         return "own"
     if (folder / DCP_METADATA).is_file():
         return "dcp"
+    if is_deepspeed_checkpoint(folder):
+        return "deepspeed"
     if (folder / OPTIMIZER).is_file():
         return "trainer"
     if (folder / LAYOUT).is_file() or (folder / STATE).is_dir():
@@ -57,4 +61,6 @@ def open_checkpoint(folder: Path, known: KnownModel) -> Source:
         return OwnCheckpoint(folder)
     if kind == "dcp":
         return DcpCheckpoint(folder, known)
+    if kind == "deepspeed":
+        return DeepSpeedSource(folder, known)
     return TrainerCheckpoint(folder, known)

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,10 @@ class CheckpointMixin(ResumeMixin):
             self.lr_scheduler.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
             self._rate_by_present_schedule()
             return
-        for _ in range(done):
-            self.lr_scheduler.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+            for _ in range(done):
+                self.lr_scheduler.step()
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights into the live engine."""

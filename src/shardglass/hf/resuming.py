@@ -24,6 +24,7 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
+from shardglass.checkpoint.deepspeed import open_deepspeed
 from shardglass.checkpoint.folder import PREFIX, REPLACED, numbered
 from shardglass.checkpoint.kinds import kind_of
 from shardglass.checkpoint.manifest import read_manifest
@@ -159,8 +160,8 @@ def resume_of(folder: Path, samples: int | None) -> Resume:
     written = written_position(folder)
     path = folder / STATE
     if not path.is_file():
-        steps = int(read_manifest(folder).counters["step"]) if kind_of(folder) == "own" else 0
-        return Resume(folder=folder, step=steps, place=None, written=written, has_state=False)
+        step, place = _without_state(folder, samples)
+        return Resume(folder=folder, step=step, place=place, written=written, has_state=False)
     try:
         state = TrainerState.load_from_json(str(path))
         step = int(state.global_step)
@@ -169,6 +170,16 @@ def resume_of(folder: Path, samples: int | None) -> Resume:
     known = written if written or samples is None else {"samples": samples}
     place = place_of(known, state.epoch)
     return Resume(folder=folder, step=step, place=place, written=written, has_state=True)
+
+
+def _without_state(folder: Path, samples: int | None) -> tuple[int, Place | None]:
+    """Step and place of a checkpoint without a Trainer's state, as far as its writer tells."""
+    kind = kind_of(folder)
+    if kind == "deepspeed":
+        read = open_deepspeed(folder)
+        epoch, used = divmod(read.global_samples, samples) if samples else (0, 0)
+        return read.global_steps, Place(epoch=epoch, used=used)
+    return (int(read_manifest(folder).counters["step"]) if kind == "own" else 0), None
 
 
 class _From(Sampler[int]):
@@ -297,6 +308,13 @@ class ResumeMixin:
         if self._course is None or not self._goes_own_way:
             return found
         return self._course.start.epoch, 0
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Shard, then load; the Trainer loads nothing from a folder without its own state."""
+        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        if self._resume is not None and not self._resume.has_state:
+            self._load_optimizer_and_scheduler(str(self._resume.folder))  # type: ignore[attr-defined]
+        return prepared
 
     def _run_epoch(self, *args: Any, **given: Any) -> None:
         """Run an epoch, of which the Trainer names every argument; after a change of batches, what is left of it."""
