@@ -10,7 +10,7 @@ or those that did not would wait for the others. In the thread they agree on a s
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shardglass.checkpoint.save import write_snapshot
 from shardglass.checkpoint.snapshot import HostBuffers, Snapshot, take_snapshot
@@ -18,6 +18,13 @@ from shardglass.engine.handle import Handle
 
 MOST_WRITING_S = 24 * 3600.0
 """Seconds that ranks may differ in how long they write."""
+
+
+class Done(Protocol):
+    """What is called when a save ended."""
+
+    def __call__(self, *, complete: bool) -> None:
+        """Runs in the thread."""
 
 
 class BackgroundSaver:
@@ -43,7 +50,7 @@ class BackgroundSaver:
         *,
         extra: Mapping[str, Any] | None = None,
         write: Callable[[Path], None] | None = None,
-        done: Callable[[], None] | None = None,
+        done: Done | None = None,
     ) -> None:
         """Copy the training state and begin to write it; collective. Waits for a save that is under way.
 
@@ -51,7 +58,7 @@ class BackgroundSaver:
             folder: As for ``save_checkpoint``.
             extra: As for ``save_checkpoint``.
             write: As for ``save_checkpoint``; called in the thread, so it must not use what training changes.
-            done: Called in the thread on every rank when the folder is complete.
+            done: Called in the thread on every rank at the end; ``complete`` says whether the folder is.
 
         Raises:
             CheckpointError: The save before failed.
@@ -69,12 +76,12 @@ class BackgroundSaver:
         snapshot: Snapshot,
         extra: Mapping[str, Any],
         write: Callable[[Path], None] | None,
-        done: Callable[[], None] | None,
+        done: Done | None,
     ) -> None:
+        complete = False
         try:
             write_snapshot(self._ranks, target, snapshot, extra=extra, write=write)
-            if done is not None:
-                done()
+            complete = True
         except BaseException as error:  # noqa: BLE001  the main thread raises it
             try:
                 steps = self._ranks.agree("the step of a failure", self._handle.counters["step"])
@@ -82,6 +89,9 @@ class BackgroundSaver:
             except RuntimeError:  # a rank is gone
                 self._due = 0
             self._error = error
+        finally:
+            if done is not None:
+                done(complete=complete)
 
     def check(self) -> None:
         """Raise what the last save failed with, at the same step on all ranks; call it after every step.

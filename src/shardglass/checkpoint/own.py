@@ -30,7 +30,30 @@ class _Reader(HuggingFaceStorageReader):
         return self._headers
 
 
-class OwnCheckpoint:
+class StateFiles:
+    """The tensors of a checkpoint of ours, also while the rest of it is still being written."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what lies in which file.
+
+        Args:
+            folder: The folder of the tensors.
+        """
+        self._reader = _Reader(str(folder))
+        stored: Any = self._reader.read_metadata().state_dict_metadata
+        self.stored: Stored = stored
+
+    def fill(self, pieces: Sequence[Piece], buffers: Mapping[str, Tensor]) -> None:
+        """Read the pieces, wherever they lie in the files; see ``Source``."""
+        wanted: dict[str, Tensor] = {
+            stored_name(p.kind, p.name): FlatChunk(p.value.detach(), p.start, p.numel) for p in pieces
+        }
+        wanted |= {f"buffer/{name}": FlatChunk(value, 0, value.numel()) for name, value in buffers.items()}
+        _check_whole(wanted, self.stored)
+        load_alone(wanted, self._reader)
+
+
+class OwnCheckpoint(StateFiles):
     """A checkpoint of ours; see ``Source``.
 
     Attributes:
@@ -57,19 +80,8 @@ class OwnCheckpoint:
         self.group_of: Mapping[str, int] | None = {p.name: p.group for p in params if p.group is not None}
         self.counters: Mapping[str, int] = made.counters
         self.extra: Mapping[str, Any] = made.extra
-        self._reader = _Reader(str(folder / STATE))
-        stored: Any = self._reader.read_metadata().state_dict_metadata
-        self._stored: Stored = stored
-        self.states: Mapping[str, Mapping[str, StateKind]] = _states(made, stored)
-
-    def fill(self, pieces: Sequence[Piece], buffers: Mapping[str, Tensor]) -> None:
-        """Read the pieces, wherever they lie in the files."""
-        wanted: dict[str, Tensor] = {
-            stored_name(p.kind, p.name): FlatChunk(p.value.detach(), p.start, p.numel) for p in pieces
-        }
-        wanted |= {f"buffer/{name}": FlatChunk(value, 0, value.numel()) for name, value in buffers.items()}
-        _check_whole(wanted, self._stored)
-        load_alone(wanted, self._reader)
+        super().__init__(folder / STATE)
+        self.states: Mapping[str, Mapping[str, StateKind]] = _states(made, self.stored)
 
 
 def _states(manifest: Manifest, stored: Stored) -> dict[str, dict[str, StateKind]]:

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from shardglass.checkpoint.source import Source
+from shardglass.checkpoint.source import Fills
 from shardglass.checkpoint.weight_files import DTYPES
 from shardglass.engine.state import Piece
 
@@ -56,7 +56,7 @@ class Weight:
 
 
 def write_plain(
-    source: Source,
+    source: Fills,
     weights: Sequence[Weight],
     folder: Path,
     *,
@@ -129,7 +129,7 @@ def _header(weights: Sequence[Weight]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _values(source: Source, weights: Sequence[Weight]) -> Iterator[Tensor]:
+def _values(source: Fills, weights: Sequence[Weight]) -> Iterator[Tensor]:
     """The values in order, in runs of limited size, in the dtypes to write."""
     batch: list[tuple[Piece, torch.dtype]] = []
     filled = 0
@@ -149,7 +149,7 @@ def _values(source: Source, weights: Sequence[Weight]) -> Iterator[Tensor]:
     yield from _read(source, batch)
 
 
-def _read(source: Source, batch: Sequence[tuple[Piece, torch.dtype]]) -> Iterator[Tensor]:
+def _read(source: Fills, batch: Sequence[tuple[Piece, torch.dtype]]) -> Iterator[Tensor]:
     """Fill the pieces of a batch and give their values."""
     source.fill([p for p, _ in batch if p.kind != "buffer"], {p.name: p.value for p, _ in batch if p.kind == "buffer"})
     for piece, dtype in batch:

@@ -13,7 +13,22 @@ import torch
 from shardglass.engine.state import Piece, StateKind
 
 
-class Source(Protocol):
+class Fills(Protocol):
+    """What tensors are read from."""
+
+    def fill(self, pieces: Sequence[Piece], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Read into the pieces and into flat buffers, in place; no other rank is asked.
+
+        Args:
+            pieces: Kinds "master" (of a trained parameter), "param" (of a frozen one) and the optimizer's.
+            buffers: By name, [numel]; what is not stored stays as it is.
+
+        Raises:
+            CheckpointError: What is wanted is not stored whole, or cannot be read; names it.
+        """
+
+
+class Source(Fills, Protocol):
     """A training state on disk, whoever wrote it.
 
     Attributes:
@@ -39,14 +54,3 @@ class Source(Protocol):
     group_of: Mapping[str, int] | None
     counters: Mapping[str, int]
     extra: Mapping[str, Any]
-
-    def fill(self, pieces: Sequence[Piece], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Read into the pieces and into flat buffers, in place; no other rank is asked.
-
-        Args:
-            pieces: Kinds "master" (of a trained parameter), "param" (of a frozen one) and the optimizer's.
-            buffers: By name, [numel]; what is not stored stays as it is.
-
-        Raises:
-            CheckpointError: What is wanted is not stored whole, or cannot be read; names it.
-        """

@@ -28,6 +28,7 @@ from shardglass.checkpoint.save import save_checkpoint, save_files
 from shardglass.engine.handle import Handle
 from shardglass.errors import CheckpointError, UsageError
 from shardglass.hf.resuming import ResumeMixin, check_position, find_checkpoint, resume_of
+from shardglass.hf.saving_beside import Beside
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class CheckpointMixin(ResumeMixin):
     model: Any
     _sharded_model: nn.Module | None
     _whole: dict[str, Tensor] | None = None  # while it is being saved
+    _beside: Beside | None = None
     _mine: list[Path]  # this run's checkpoints and those it goes on from, oldest first
 
     # ---- resuming ----
@@ -148,15 +150,48 @@ class CheckpointMixin(ResumeMixin):
             folder = run / f"{PREFIX}-{best}"
             if folder == target or folder.exists():
                 self.state.best_model_checkpoint = str(folder)
-        if self.args.save_only_model:
-            save_files(self._engine(), target, self._write_model)
-        else:
-            extra = {"position": {**self._position(), **self._place_now()}}
-            save_checkpoint(self._engine(), target, extra=extra, write=self._write_trainer_files)
+        extra = {"position": {**self._position(), **self._place_now()}}
+        try:
+            if self.args.save_only_model:
+                save_files(self._engine(), target, self._write_model)
+            elif getattr(self.args, "async_save", False):
+                self._saves().save(self._engine(), target, extra)
+                return  # it counts when it is complete
+            else:
+                save_checkpoint(self._engine(), target, extra=extra, write=self._write_trainer_files)
+        except CheckpointError as error:
+            self._bear(error)
+            return
+        self._count_checkpoint(target)
+
+    def _bear(self, error: CheckpointError) -> None:
+        """Go on after a checkpoint that could not be written, if the user says so.
+
+        Raises:
+            CheckpointError: The user does not.
+        """
+        if getattr(self.args, "on_save_failure", "stop") != "continue":
+            raise error
+        if self.args.should_save:
+            log.error("%s; training goes on, as --on_save_failure continue asks for", error)
+
+    def _count_checkpoint(self, target: Path) -> None:
+        """A checkpoint is complete: push it where that is asked for, and delete what is too many."""
         self._mine = [path for path in self._mine if path != target] + [target]
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))  # type: ignore[attr-defined]
         self._rotate(self.args.save_total_limit)
+
+    def _saves(self) -> Beside:
+        """The saves beside training, of this trainer."""
+        if self._beside is None:
+            self._beside = Beside(self)
+        return self._beside
+
+    def _end_saves(self) -> None:
+        """Wait for a save under way, and give its group back; raises what it failed with."""
+        if self._beside is not None:
+            self._beside.close()
 
     def _rotate(self, limit: int | None) -> None:
         """Delete this run's oldest checkpoints beyond ``limit``; those of other runs stay."""
@@ -168,6 +203,7 @@ class CheckpointMixin(ResumeMixin):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """End the training; the Trainer would delete the last checkpoint in place if another one is the best."""
+        self._end_saves()
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
@@ -177,16 +213,29 @@ class CheckpointMixin(ResumeMixin):
     def _write_model(self, folder: Path) -> None:
         """Weights, config, tokenizer and the Trainer's state, by the rank that saves; collective."""
         self._save(str(folder))
+        self._write_state(folder)
+
+    def _write_state(self, folder: Path) -> None:
+        """The Trainer's state, by the rank that saves."""
         if self.args.should_save:
             self._export_callbacks()
             self.state.save_to_json(str(folder / STATE))
 
-    def _write_trainer_files(self, folder: Path) -> None:
-        """What the Trainer needs beside the engine's state; called on every rank."""
-        self._write_model(folder)
+    def _write_small_files(self, folder: Path) -> None:
+        """What the Trainer needs beside weights and the engine's state; called on every rank."""
+        self._write_state(folder)
         self._save_rng_state(str(folder))  # type: ignore[attr-defined]
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+
+    def _write_trainer_files(self, folder: Path) -> None:
+        """What the Trainer needs beside the engine's state; called on every rank."""
+        self._save(str(folder))
+        self._write_small_files(folder)
+
+    def _save_whole(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """The Trainer's own way to save a model and what belongs to it."""
+        super()._save(str(folder), state_dict=weights)  # type: ignore[misc]
 
     def _export_callbacks(self) -> None:
         """Put the present state of callbacks that have one in the Trainer's state."""

@@ -5,7 +5,7 @@ arguments. Loads neither torch nor transformers, so that ``shardglass train --he
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -83,6 +83,10 @@ class EngineFlags:
     overwrite_output_dir: bool = _flag(
         default=False, help_text="Replace a model in --output_dir that no run wrote; see the README."
     )
+    async_save: bool = _flag(
+        default=False, help_text="Write checkpoints while training goes on; costs a copy of a rank's state on the host."
+    )
+    on_save_failure: str = _flag("stop", "What a checkpoint that cannot be written does to the run: stop or continue.")
     skip_memory_check: bool = _flag(
         default=False, help_text="Train although the plan says that the memory cannot suffice."
     )
@@ -219,12 +223,21 @@ RANGES = {
 """Numbers that transformers would take and that make no run."""
 
 
+CHOICES: Mapping[str, Sequence[str]] = {"on_save_failure": ("stop", "continue")}
+"""Flags that take one of a few words."""
+
+
 def range_faults(values: Mapping[str, Any]) -> list[str]:
-    """Say which of the values lie outside their range; None counts as absent."""
-    return [
+    """Say which of the values lie outside their range, or are none of the choices; None counts as absent."""
+    faults = [
         f"{name} is {values[name]}: it must be {allowed}"
         for name, allowed in RANGES.items()
         if isinstance(values.get(name), int | float) and not allowed.holds(values[name])
+    ]
+    return faults + [
+        f"{name} is {values[name]!r}: it must be {' or '.join(choices)}"
+        for name, choices in CHOICES.items()
+        if values.get(name) is not None and values[name] not in choices
     ]
 
 

@@ -41,6 +41,7 @@ from shardglass.hf.flags import optim_fault
 from shardglass.hf.generation import keep_ranks_together
 from shardglass.hf.losses import NonFiniteLossCallback
 from shardglass.hf.resuming import TellEpoch
+from shardglass.hf.saving_beside import TellSaved
 from shardglass.hf.schedule import ConfigSchedule
 from shardglass.options import EngineOptions
 from shardglass.resolve import Resolved, RunArguments, resolve
@@ -94,6 +95,7 @@ class ZeroMixin(CheckpointMixin):
         self.add_callback(_TellSkipped(self))  # type: ignore[attr-defined]
         self.add_callback(NonFiniteLossCallback(self))  # type: ignore[attr-defined]
         self.add_callback(TellEpoch(self))  # type: ignore[attr-defined]
+        self.add_callback(TellSaved(self._saves()))  # type: ignore[attr-defined]
 
     def _check_supported(self) -> None:
         """Refuse, before any step, what would train something else than was asked for."""
@@ -146,6 +148,7 @@ class ZeroMixin(CheckpointMixin):
                 self.handle.abandon_step()
             return self.optimizer
         if self.handle is not None:
+            self._end_saves()
             self.handle.close()
             self.optimizer = None
         other = live_handle(wanted)
