@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardglass.engine import registry
 from shardglass.engine.buffers import ParamBuffer
-from shardglass.engine.inventory import HeldTensor, inventory, tensors_by_category
+from shardglass.engine.inventory import HeldTensor, bytes_by_category, inventory, tensors_by_category
 from shardglass.engine.optim import OwnedRun
 from shardglass.engine.parts import Parts
 from shardglass.engine.runtime import Runtime
@@ -162,9 +162,9 @@ class Handle:
                 then is lost at stage 3, and at other stages makes ranks differ.
 
         Raises:
-            UsageError: No parameter or module has this name, or there is no such rank.
+            UsageError: No parameter or module has this name, there is no such rank, or parameters were replaced.
         """
-        self._check_open()
+        self._check_unchanged()
         places = [self.layout.find(name) for name in parameters_named(self._model, what)]
         if modifier_rank is not None and modifier_rank not in range(self.world_size):
             raise UsageError(f"gathered(modifier_rank={modifier_rank!r}): the ranks are 0 to {self.world_size - 1}")
@@ -174,6 +174,7 @@ class Handle:
         try:
             yield
             if modifier_rank is not None:
+                self._runtime.check_unchanged()  # what was put in place of a parameter is no change of it
                 self._parts.gathers.take_over(places, modifier_rank)
         finally:
             self._parts.gathers.unpin(units)
@@ -189,8 +190,11 @@ class Handle:
         Returns:
             Every name of ``model.state_dict()``, in the model's dtype and the original shapes; on other ranks than 0
             nothing with ``rank0_only``.
+
+        Raises:
+            UsageError: Parameters were replaced or added since ``shard``; names them.
         """
-        self._check_open()
+        self._check_unchanged()
         keeps = self.rank == 0 or not rank0_only
         copies: dict[int, Tensor] = {}
         for buffers in self._parts.gathers.each_unit_whole():
@@ -218,7 +222,7 @@ class Handle:
         Raises:
             UsageError: No parameter has this name.
         """
-        self._check_open()
+        self._check_unchanged()
         name = self._first_name(name)
         b, k = self.layout.find(name)
         self._parts.gathers.settle()
@@ -272,7 +276,7 @@ class Handle:
         Raises:
             UsageError: Gradients are accumulated: they are in no checkpoint.
         """
-        self._check_open()
+        self._check_unchanged()
         self._runtime.end_backward()
         self._runtime.take_note_of_clear()
         if any(bucket.total_full or bucket.has_local for bucket in self._parts.grads.buckets):
@@ -289,7 +293,7 @@ class Handle:
         Args:
             states: By trainable parameter, the optimizer states that are stored of it; None leaves the present ones.
         """
-        self._check_open()
+        self._check_unchanged()
         self._runtime.clear()
         self._parts.gathers.settle()
         return self._state.to_load(states)
@@ -341,8 +345,7 @@ class Handle:
             "parameters", "master weights" (0 if they are the parameters themselves), "gradients",
             "optimizer <state>" for each state, and "communication".
         """
-        seen: set[int] = set()
-        return {name: _bytes_of(tensors, seen) for name, tensors in self.tensors_by_category().items()}
+        return bytes_by_category(self.tensors_by_category())
 
     def tensors_by_category(self) -> dict[str, list[Tensor]]:
         """The tensors that ``memory`` counts; those of two categories may share a storage, which is the first's."""
@@ -377,6 +380,11 @@ class Handle:
         if self._closed:
             raise UsageError("this handle is closed; call shard() again")
 
+    def _check_unchanged(self) -> None:
+        """Refuse to go on where the handle is closed, or the model has other parameters than in ``shard``."""
+        self._check_open()
+        self._runtime.check_unchanged()
+
     def __repr__(self) -> str:
         """State in one line, without a collective."""
         stage, step = f"ZeRO stage {self.options.stage}", self._parts.grads.step
@@ -385,14 +393,3 @@ class Handle:
         skipped = f", {self.steps_skipped} skipped" if self.steps_skipped else ""
         line = rank_line(self.layout, self.rank, whole=not self.options.rules.shards_state)
         return f"{line} · {stage}, step {step}{skipped}"
-
-
-def _bytes_of(tensors: Sequence[Tensor], seen: set[int]) -> int:
-    """Bytes of the storages behind the tensors that were not counted yet."""
-    total = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            total += storage.nbytes()
-    return total
