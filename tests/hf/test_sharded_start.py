@@ -173,7 +173,9 @@ def test_any_run_of_elements_is_read(tmp_path):
         LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2)
     )
     model.save_pretrained(tmp_path)
-    source = FileWeights(stored_tensors(tmp_path), {n: torch.bfloat16 for n, _ in model.named_parameters()})
+    source = FileWeights(
+        stored_tensors([tmp_path / "model.safetensors"]), {n: torch.bfloat16 for n, _ in model.named_parameters()}
+    )
     for name, param in model.named_parameters():
         flat = param.detach().reshape(-1).to(torch.bfloat16)
         for start, stop in ((0, flat.numel()), (3, 3), (1, flat.numel() - 1), (flat.numel() - 1, flat.numel())):

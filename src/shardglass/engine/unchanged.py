@@ -53,8 +53,8 @@ class SameParams:
             [name for name in moved if now.get(name) is known[name]],
             "does",
             "do",
-            "not lie in the engine's buffer any more: model.to(), .half(), .bfloat16(), resize_token_embeddings() or an "
-            "assignment to .data replaced it",
+            "not lie in the engine's buffer any more: model.to(), .half(), .bfloat16(), resize_token_embeddings() or "
+            "an assignment to .data replaced it",
         )
 
 

@@ -26,6 +26,8 @@ from shardglass.checkpoint.manifest import MANIFEST, read_manifest
 from shardglass.checkpoint.save import save_checkpoint, save_files
 from shardglass.engine.handle import Handle
 from shardglass.errors import CheckpointError, UsageError
+from shardglass.hf.arguments import words_of
+from shardglass.words import IN_PYTHON, ON_A_COMMAND_LINE, Words
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +43,17 @@ def is_asked_for(wanted: str | bool | None) -> bool:  # noqa: FBT001
     return not (wanted is None or wanted is False or str(wanted).lower() in ("false", ""))
 
 
-def find_checkpoint(wanted: str | bool | None, output_dir: Path) -> Path | None:  # noqa: FBT001
+def find_checkpoint(
+    wanted: str | bool | None,  # noqa: FBT001
+    output_dir: Path,
+    words: Words = IN_PYTHON,
+) -> Path | None:
     """Which checkpoint to resume from; None if none is asked for.
 
     Args:
         wanted: A folder, or True (also as text) for the last complete one in ``output_dir``.
         output_dir: The run's folder.
+        words: How the message names arguments.
 
     Raises:
         CheckpointError: The folder is no complete checkpoint, or there is none; says why for each.
@@ -69,18 +76,19 @@ def find_checkpoint(wanted: str | bool | None, output_dir: Path) -> Path | None:
             return folder
     listed = "".join(f"\n  {reason}" for reason in reasons)
     raise CheckpointError(
-        f"--resume_from_checkpoint True: {output_dir} has no complete {PREFIX}-N folder; leave the flag out to start "
-        f"anew{listed}"
+        f"{words.given('resume_from_checkpoint', value=True)}: {output_dir} has no complete {PREFIX}-N folder; leave "
+        f"the {words.one} out to start anew{listed}"
     )
 
 
-def check_position(folder: Path, now: Mapping[str, int], *, ignore_data_skip: bool) -> None:
+def check_position(folder: Path, now: Mapping[str, int], *, ignore_data_skip: bool, words: Words = IN_PYTHON) -> None:
     """See that a checkpoint's place in the data means the same in this run.
 
     Args:
         folder: The checkpoint.
         now: World size, batch sizes, samples and seed of this run.
         ignore_data_skip: The user wants the epoch from its beginning.
+        words: How the message names arguments.
 
     Raises:
         CheckpointError: It does not; names every number that differs.
@@ -93,7 +101,7 @@ def check_position(folder: Path, now: Mapping[str, int], *, ignore_data_skip: bo
     remedy = (
         "resuming at another world size is not supported yet"
         if "world_size" in differing
-        else "keep them, or give --ignore_data_skip True to begin the epoch anew"
+        else f"keep them, or give {words.given('ignore_data_skip', value=True)} to begin the epoch anew"
     )
     text = f"{folder} was written by a run that drew its data otherwise; {remedy}:{rows}"
     raise CheckpointError(text, is_shared=True)
@@ -107,9 +115,9 @@ def check_resume(wanted: str | bool | None, output_dir: Path, world_size: int) -
     """
     if any(output_dir.glob(f".*.{REPLACED}")):
         return  # a kill left work that ``train`` puts in order first
-    folder = find_checkpoint(wanted, output_dir)
+    folder = find_checkpoint(wanted, output_dir, ON_A_COMMAND_LINE)
     if folder is not None:
-        check_position(folder, {"world_size": world_size}, ignore_data_skip=False)
+        check_position(folder, {"world_size": world_size}, ignore_data_skip=False, words=ON_A_COMMAND_LINE)
 
 
 def _base_rate(group: Mapping[str, Any]) -> float:
@@ -152,10 +160,12 @@ class CheckpointMixin:
             for left in output_dir.glob(f"{_SAVING}*"):  # of a run that was killed while it saved its model
                 shutil.rmtree(left, ignore_errors=True)
         self.accelerator.wait_for_everyone()  # type: ignore[attr-defined]
-        folder = find_checkpoint(wanted, output_dir)
+        words = words_of(self.args)
+        folder = find_checkpoint(wanted, output_dir, words)
         self._mine = []
         if folder is not None:
-            check_position(folder, self._position(), ignore_data_skip=bool(self.args.ignore_data_skip))
+            skips = bool(self.args.ignore_data_skip)
+            check_position(folder, self._position(), ignore_data_skip=skips, words=words)
             last = int(read_manifest(folder).counters["step"])
             self._mine = [path for number, path in numbered(output_dir) if number <= last]
         return super().train(None if folder is None else str(folder), *args, **kwargs)  # type: ignore[misc]
@@ -184,9 +194,10 @@ class CheckpointMixin:
         manifest = load_checkpoint(self._engine(), checkpoint)
         done, last = self.state.global_step, self.state.max_steps
         if done >= last > 0:  # the Trainer would take one step more
+            words = words_of(self.args)
             raise CheckpointError(
                 f"{checkpoint} is at step {done} and this run ends at step {last}: nothing is left to train; raise "
-                "--max_steps or --num_train_epochs to go on",
+                f"{words.named('max_steps')} or {words.named('num_train_epochs')} to go on",
                 is_shared=True,
             )
         scheduler = torch.load(Path(checkpoint, SCHEDULER), map_location="cpu", weights_only=True)

@@ -36,12 +36,13 @@ from shardglass.hf.output_folder import SUMMARY_FILE, check_output_folder
 from shardglass.hf.rehearsal import check_optimizer, check_schedule
 from shardglass.hf.resolved_file import ResolvedConfigCallback
 from shardglass.hf.run_planning import RunToPlan, planned_engine
-from shardglass.hf.sharded_start import open_model
+from shardglass.hf.sharded_start import open_hollow
 from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
 from shardglass.options import STAGES
 from shardglass.report.terminal import render_summary
 from shardglass.resolve import Resolved, note_of_short_data
+from shardglass.words import ON_A_COMMAND_LINE
 
 GRACE_S = 5.0
 """Seconds rank 0 has to say a mistake that every rank found."""
@@ -185,14 +186,15 @@ def build_trainer(
         lazy=data_args.lazy_preprocess,
         skip_bad_records=data_args.skip_bad_records,
     )
-    check_model_path(model_args.model_name_or_path)
+    words, name = ON_A_COMMAND_LINE, model_args.model_name_or_path
+    check_model_path(name, words=words)
     where: dict[str, Any] = {
         "cache_dir": model_args.cache_dir,
         "trust_remote_code": model_args.trust_remote_code,
     }
-    config = load_config_of(model_args.model_name_or_path, **where)
+    config = load_config_of(name, words=words, **where)
     records = load_conversations(data_args.data_path, skip_bad_records=options.skip_bad_records, is_main=is_main)
-    tokenizer = load_tokenizer(model_args.model_name_or_path, **where)
+    tokenizer = load_tokenizer(name, words=words, **where)
     train_data = build_dataset(records, tokenizer, options, is_main=is_main)
     eval_data: ConversationDataset | None = None
     if data_args.eval_data_path:
@@ -215,9 +217,9 @@ def build_trainer(
     )
     given = {"attn_implementation": model_args.attn_implementation, "dtype": model_args.dtype, **where}
     if STAGES[resolved.stage].shards_params:
-        model = open_model(model_args.model_name_or_path, device=training.device, is_main=is_main, **given)
+        model = open_hollow(name, words, training.device, is_main=is_main, **given)
     else:
-        model = load_model(model_args.model_name_or_path, **given)
+        model = load_model(name, words=words, **given)
     if "log_level_replica" not in command.given:
         training.log_level_replica = "error"  # the Trainer sets transformers' verbosity anew: rank 0 alone speaks
     prepare_for_training(model, tokenizer, recomputes=_recomputes(training))
