@@ -90,6 +90,9 @@ def load_config_of(
     except OF_A_FILE as error:
         if gguf_file is not None and (path := gguf_path(name, gguf_file, hub_options(hub))) is not None:
             check_file(path, thoroughly=True)
+        if "trust_remote_code" in str(error):
+            how = words.given("trust_remote_code", value=True)
+            raise ModelError(f"{words.model}: {name} brings its own code: {how} runs it, if you trust it") from error
         if not Path(name).expanduser().exists():
             raise ModelError(_nowhere(name, error, words)) from error
         raise ModelError(f"{words.model}: the config of {name} cannot be read: {one_line(error)}") from error
