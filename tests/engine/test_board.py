@@ -13,7 +13,7 @@ from ranks import run_ranks
 from sharded import make, squared
 
 from shardglass.engine import board
-from shardglass.engine.board import Board, Position, waiting_line
+from shardglass.engine.board import Board, Pace, Position, waiting_line
 
 
 def waits(what, since=12.0):
@@ -60,7 +60,7 @@ class Shelf(dict):
 
 def lines_of(caplog, position, seconds):
     shelf = Shelf({"1": json.dumps({"waits_in": None, "since_s": 9.0, "last": "none"}).encode()})
-    told = Board(shelf, 0, 2, position, poll_s=0.01, patience_s=5.0)
+    told = Board(shelf, 0, 2, position, pace=Pace(poll_s=0.01, patience_s=5.0), fail=shelf.clear)
     with caplog.at_level(logging.WARNING, logger="shardglass.engine.board"):
         time.sleep(seconds)
     told.close()
@@ -81,7 +81,7 @@ def test_a_store_that_is_gone_ends_the_thread_and_nothing_else(caplog):
             raise RuntimeError("Connection reset by peer")
 
     before = threading.active_count()
-    gone = Board(Gone(), 0, 2, lambda: waits("exchange"), poll_s=0.01, patience_s=0.0)
+    gone = Board(Gone(), 0, 2, lambda: waits("exchange"), pace=Pace(poll_s=0.01, patience_s=0.0), fail=dict)
     time.sleep(0.2)
     assert threading.active_count() == before
     gone.close()

@@ -4,8 +4,9 @@ Owns one small thread a rank. Each rank writes where it is on a board that all c
 a rank that has waited for ``PATIENCE_S`` reads what the others wrote. So a hang is explained long before the collective
 times out: the ranks that wait, in what, and the rank that is elsewhere, with the last thing it did.
 
-It only speaks. A rank may be late for a good reason (a checkpoint, a slow data loader), and what it is late for then
-goes on; the timeout stays the end of a run that hangs.
+A rank may be late for a good reason (a checkpoint, a slow data loader), and what it is late for then goes on; the
+timeout stays the end of such a wait. Ranks that wait for each other in a circle will wait for ever: that is certain,
+see ``circle``, and ends the run at once.
 """
 
 import json
@@ -14,6 +15,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
+
+from shardglass.engine.circle import Wait, circle, circle_line
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +29,9 @@ PATIENCE_S = 10.0
 MOST_RANKS = 8
 """Ranks that one line names."""
 
+VERDICT = "verdict"
+"""Key under which the first rank says that ranks wait in a circle."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
@@ -35,11 +41,24 @@ class Position:
         waits_in: The collective it waits in; None if it computes or does something else.
         since_s: Seconds that it has waited, or that went by since its last collective ended.
         last: The last collective that ended.
+        wait: What it waits in and what it has started so far, once it has waited for a while.
     """
 
     waits_in: str | None
     since_s: float
     last: str
+    wait: Wait | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How often a rank looks at itself, and after how long a wait it asks; in seconds."""
+
+    poll_s: float
+    patience_s: float
+
+
+Fail = Callable[[], None]
 
 
 class Store(Protocol):
@@ -59,14 +78,7 @@ class Board:
     """Writes this rank's position, and says who waits for whom once a wait is long."""
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        position: Callable[[], Position],
-        *,
-        poll_s: float,
-        patience_s: float,
+        self, store: Store, rank: int, world_size: int, position: Callable[[], Position], *, pace: Pace, fail: Fail
     ) -> None:
         """Start the thread.
 
@@ -75,12 +87,14 @@ class Board:
             rank: This rank.
             world_size: Number of ranks.
             position: Where this rank is; called on the thread.
-            poll_s: Seconds between two looks.
-            patience_s: Seconds of waiting after which it asks.
+            pace: How often it looks, and how long a wait is long.
+            fail: Fails what this rank waits in; called on the thread when ranks wait in a circle.
         """
-        self._store, self._rank, self._world_size, self._position = store, rank, world_size, position
-        self._poll_s, self._patience_s = poll_s, patience_s
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._position, self._pace, self._fail = position, pace, fail
         self._told: str | None = None  # the wait that was told already
+        self._beat = 0  # looks so far
+        self._suspected: tuple[tuple[int, ...], dict[int, int]] | None = None  # a circle and its ranks' beats
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardglass-board", daemon=True)
         self._thread.start()
@@ -90,32 +104,69 @@ class Board:
         self._stop.set()
         self._thread.join(timeout=1.0)
 
+    def verdict(self) -> str | None:
+        """What the first rank said of ranks that wait in a circle; None if it said nothing."""
+        try:
+            return self._store.get(VERDICT).decode() if self._store.check([VERDICT]) else None
+        except (RuntimeError, ValueError):  # the store is gone
+            return None
+
     def _run(self) -> None:
-        while not self._stop.wait(self._poll_s):
+        while not self._stop.wait(self._pace.poll_s):
             try:
                 self._look()
+                if self._store.check([VERDICT]):
+                    self._fail()
+                    return
             except (RuntimeError, ValueError) as error:  # the store is gone, as at the end of a run
                 log.debug("rank %d: the board cannot be reached: %s", self._rank, error)
                 return
 
     def _look(self) -> None:
         here = self._position()
-        self._store.set(str(self._rank), json.dumps(asdict(here)))
-        if here.waits_in is None or here.since_s < self._patience_s:
-            self._told = None
+        self._beat += 1
+        self._store.set(str(self._rank), json.dumps({"beat": self._beat, **asdict(here)}))
+        if here.waits_in is None:
+            self._told = self._suspected = None
             return
-        if self._told == here.waits_in:
-            return
-        others = {rank: self._read(rank) for rank in range(self._world_size) if rank != self._rank}
+        is_long = here.since_s >= self._pace.patience_s
+        if self._rank == 0 and here.wait is not None:
+            self._look_for_circle(here)
+        if is_long and self._told != here.waits_in:
+            self._tell(here)
+
+    def _tell(self, here: Position) -> None:
+        others = {rank: self._read(rank)[0] for rank in range(self._world_size) if rank != self._rank}
         line = waiting_line(self._rank, here, others)
         if line is not None:
             self._told = here.waits_in
             log.warning("%s", line)
 
-    def _read(self, rank: int) -> Position | None:
-        """What a rank wrote last; None if it wrote nothing yet."""
+    def _look_for_circle(self, here: Position) -> None:
+        """Give the verdict once the same circle is seen in two positions of each of its ranks, one after the other.
+
+        So none of them is a position of long ago, whose rank has moved on since.
+        """
+        read = {rank: self._read(rank) for rank in range(1, self._world_size)} | {0: (here, self._beat)}
+        waits = {rank: p.wait for rank, (p, _) in read.items() if p is not None and p.wait is not None}
+        found = circle(waits)
+        if found is None:
+            self._suspected = None
+            return
+        beats = {rank: read[rank][1] for rank in found}
+        if self._suspected is None or self._suspected[0] != tuple(found):
+            self._suspected = (tuple(found), beats)
+        elif all(beats[rank] > self._suspected[1][rank] for rank in found):
+            self._store.set(VERDICT, circle_line(found, waits))
+
+    def _read(self, rank: int) -> tuple[Position | None, int]:
+        """What a rank wrote last, and at which of its looks; None if it wrote nothing yet."""
         key = str(rank)
-        return Position(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+        if not self._store.check([key]):
+            return None, 0
+        told = json.loads(self._store.get(key))
+        beat, wait = told.pop("beat", 0), told.pop("wait", None)
+        return Position(**told, wait=None if wait is None else Wait(**wait)), beat
 
 
 def waiting_line(rank: int, here: Position, others: dict[int, Position | None]) -> str | None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shardglass.engine import board
+from shardglass.engine.circle import Wait
 from shardglass.engine.links import Links
 from shardglass.engine.sums import Scratch, ShardSum, sum_parts
 from shardglass.engine.watch import Watch
@@ -43,6 +44,8 @@ class Record:
     kind: str
     what: str
     where: str
+    series: str  # collectives of one series match each other, across ranks, in the order they are started
+    number: int  # which one of its series, from 1
     started: float
     finished: float | None = None
 
@@ -97,6 +100,7 @@ class Comm:
         self.last_finished: Record | None = None
         self.scratch = Scratch(device)
         self._receive: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._started: dict[str, int] = {}  # by series, collectives so far
         self._board = self._make_board()
 
     def _make_board(self) -> board.Board | None:
@@ -104,8 +108,13 @@ class Comm:
         store = self._links.board() if self.world_size > 1 else None
         if store is None:
             return None
-        times = {"poll_s": board.POLL_S, "patience_s": board.PATIENCE_S}
-        return board.Board(store, self.rank, self.world_size, self._where_for_others, **times)
+        pace = board.Pace(poll_s=board.POLL_S, patience_s=board.PATIENCE_S)
+        where = self._where_for_others
+        return board.Board(store, self.rank, self.world_size, where, pace=pace, fail=self._links.break_off)
+
+    def verdict(self) -> str | None:
+        """What was said of ranks that wait for each other for ever; None if nothing was."""
+        return None if self._board is None else self._board.verdict()
 
     def close(self) -> None:
         """End the watch and give the groups back."""
@@ -120,9 +129,10 @@ class Comm:
         """The gloo group for what is agreed on the host."""
         return self._links.control
 
-    def begin(self, kind: str, what: str) -> Record:
-        """Note that this rank enters a collective."""
-        record = Record(kind, what, self.position, time.monotonic())
+    def begin(self, kind: str, what: str, series: str) -> Record:
+        """Note that this rank enters a collective, the next one of its series."""
+        number = self._started[series] = self._started.get(series, 0) + 1
+        record = Record(kind, what, self.position, series, number, time.monotonic())
         self.last_started = record
         return record
 
@@ -144,7 +154,11 @@ class Comm:
         ended = "none" if last is None else last.name
         if waiting is not None:
             record, since = waiting
-            return board.Position(waits_in=record.name, since_s=now - since, last=ended)
+            wait = None
+            if now - since >= board.POLL_S:
+                started = dict(self._started)
+                wait = Wait(what=record.name, series=record.series, number=record.number, started=started)
+            return board.Position(waits_in=record.name, since_s=now - since, last=ended, wait=wait)
         finished = last.finished if last is not None else None
         return board.Position(waits_in=None, since_s=now - finished if finished is not None else 0.0, last=ended)
 
@@ -163,7 +177,7 @@ class Comm:
             flat: [numel] in the reduce dtype; must not change until waited for.
             into: Where the shard of the mean goes.
         """
-        record = self.begin("reduce-scatter", what)
+        record = self.begin("reduce-scatter", what, self._series(REDUCE, buffer))
         shard = flat.numel() // self.world_size
         if self.direct:
             with self.guard(record, ends=False):
@@ -196,14 +210,14 @@ class Comm:
         if self.direct:
             first = self.reduce_shard(buffer, what, flat, into)
             return Chained(first, lambda: self.gather(buffer, what, whole, kind=GATHER_GRADS))
-        record = self.begin("all-reduce", what)
+        record = self.begin("all-reduce", what, self._series(REDUCE, buffer))
         with self.guard(record, ends=False):
             work = self._links.all_reduce(flat)
         return Pending(self, record, [work], lambda: sum_parts([flat], into, self.scratch))
 
     def gather(self, buffer: int, what: str, whole: Tensor, *, kind: int = GATHER) -> Pending:
         """Fill ``whole`` [numel] from every rank's shard of it, in place."""
-        record = self.begin("all-gather", what)
+        record = self.begin("all-gather", what, self._series(kind, buffer))
         shard = whole.numel() // self.world_size
         own = whole[self.rank * shard : (self.rank + 1) * shard]
         with self.guard(record, ends=False):
@@ -219,7 +233,7 @@ class Comm:
 
     def broadcast(self, what: str, tensor: Tensor, source: int = 0) -> None:
         """Give every rank the tensor of rank ``source``, in place."""
-        record = self.begin("broadcast", what)
+        record = self.begin("broadcast", what, "broadcast" if self.direct else "data")
         with self.guard(record, ends=True):
             self._links.broadcast(tensor, source)
 
@@ -235,13 +249,13 @@ class Comm:
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's small picklable value, by rank."""
-        record = self.begin("exchange", what)
+        record = self.begin("exchange", what, "control")
         with self.guard(record, ends=True):
             return self._links.objects(value)
 
     def exchange_numbers(self, what: str, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row of integers, by rank; rows must be of one length."""
-        record = self.begin("exchange", what)
+        record = self.begin("exchange", what, "control")
         with self.guard(record, ends=True):
             return self._links.rows(row)
 
@@ -254,6 +268,12 @@ class Comm:
 
     def _tag(self, kind: int, buffer: int) -> int:
         return buffer * 4 + kind
+
+    def _series(self, kind: int, buffer: int) -> str:
+        """What a collective is matched within: its tag on gloo, the order in its group on NCCL."""
+        if self.direct:
+            return str(self._tag(kind, buffer))
+        return "gathers" if kind == GATHER else "data"
 
     def _post(self, tensor: Tensor, peer: int, tag: int, *, send: bool) -> list[Any]:
         """Start sending or receiving a run of elements in messages of limited size."""
@@ -318,6 +338,9 @@ class _Guard:
         elif isinstance(error, (RuntimeError, ValueError)) and not isinstance(error, ShardglassError):
             comm, record = self._comm, self._record
             waited = time.monotonic() - record.started
+            verdict = comm.verdict()
+            if verdict is not None:
+                raise CollectiveError(verdict, is_shared=True) from error
             raise CollectiveError(
                 f"rank {comm.rank}: the {record.name} failed after {waited:.1f} s: "
                 f"{error}. Either another rank ended (look for the first error of all ranks) or it took another path "

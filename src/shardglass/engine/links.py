@@ -4,6 +4,7 @@ Owns process groups and every raw call to them. ``comm`` alone calls this module
 collective are its work, and the same in a simulation.
 """
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,6 +15,10 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from shardglass.errors import CollectiveError, UsageError
+
+log = logging.getLogger(__name__)
+
+_UNUSED_TAG = 1 << 30  # of a message that nobody sends
 
 
 class Links(Protocol):
@@ -54,6 +59,9 @@ class Links(Protocol):
 
     def board(self) -> Any:
         """A store in which ranks may write where they are, with keys of this group's own; None if there is none."""
+
+    def break_off(self) -> None:
+        """Fail whatever this rank waits in; from another thread. The links are of no use afterwards."""
 
     def close(self) -> None:
         """Give the groups back."""
@@ -163,6 +171,23 @@ class GroupLinks:
         except (AttributeError, NotImplementedError, RuntimeError):  # a store that cannot, or another release of torch
             return None
 
+    def break_off(self) -> None:
+        """Fail whatever waits.
+
+        gloo has no call for it (its ``abort`` wakes nobody), but a receive that times out closes the connections of
+        its group, and whatever waits on them fails, here and at the peers.
+        """
+        for group in dict.fromkeys((self.data, self._gathers, self.control)):
+            try:
+                if group is self.control or self.backend == "gloo":
+                    peer = self._ranks[(self.rank + 1) % self.world_size]
+                    work: Any = dist.irecv(torch.empty(1), peer, group=group, tag=_UNUSED_TAG)
+                    work.wait(timedelta(milliseconds=1))
+                else:
+                    group.abort()
+            except RuntimeError as error:
+                log.debug("rank %d: broken off: %s", self.rank, error)
+
     def close(self) -> None:
         """Give the groups back."""
         for group in dict.fromkeys((self.data, self._gathers, self.control)):
@@ -234,6 +259,9 @@ class SimulatedLinks:
     def board(self) -> Any:
         """Nobody is there to read it."""
         return None
+
+    def break_off(self) -> None:
+        """Nothing waits."""
 
     def close(self) -> None:
         """There is nothing to give back."""

@@ -8,7 +8,7 @@ order in which modules run may differ between ranks (a layer skipped on one of t
 a sequence that all ranks share: a unit that is needed has everything before it in the sequence gathered first, and
 what was not needed when the pass ends is gathered then, and dropped. So a rank that skips a unit still takes part in
 its gather. Only a use that the sequence does not have (a unit used once more on its own) is gathered out of turn, and
-must happen on every rank.
+must happen on every rank; where it does not, ``circle`` sees that ranks wait for each other, and all fail.
 
 [Note: no waiting in a circle] In backward a rank may wait for a gather, or for a reduction before it starts the next.
 A rank that waits for the gather at one place of the sequence has started the reductions of all units that lie before
