@@ -215,11 +215,7 @@ def build_trainer(
         decides=training.device.type == "cuda" or int(os.environ.get("LOCAL_RANK", "0")) == 0,
         console=Console(soft_wrap=True) if is_main else None,
     )
-    given = {"attn_implementation": model_args.attn_implementation, "dtype": model_args.dtype, **where}
-    if STAGES[resolved.stage].shards_params:
-        model = open_hollow(name, words, training.device, is_main=is_main, **given)
-    else:
-        model = load_model(name, words=words, **given)
+    model = _load(command, where, hollow=STAGES[resolved.stage].shards_params, is_main=is_main)
     if "log_level_replica" not in command.given:
         training.log_level_replica = "error"  # the Trainer sets transformers' verbosity anew: rank 0 alone speaks
     prepare_for_training(model, tokenizer, recomputes=_recomputes(training))
@@ -241,6 +237,15 @@ def build_trainer(
     )
     trainer.add_callback(looking)
     return trainer, [*trainer.resolved.notes, *([short] if short else [])]
+
+
+def _load(command: Command, where: Mapping[str, Any], *, hollow: bool, is_main: bool) -> Any:
+    """The model, or with ``hollow`` without values until it is sharded."""
+    model, words = command.model, ON_A_COMMAND_LINE
+    given = {"attn_implementation": model.attn_implementation, "dtype": model.dtype, **where}
+    if hollow:
+        return open_hollow(model.model_name_or_path, words, command.training.device, is_main=is_main, **given)
+    return load_model(model.model_name_or_path, words=words, **given)
 
 
 def _run_to_plan(command: Command, resolved: Resolved, config: Any, longest: int | None) -> RunToPlan:
