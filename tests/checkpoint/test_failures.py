@@ -104,7 +104,7 @@ def saved_one(rank, world_size, folder):
         ("a file is gone", "is missing"),
         ("a file is cut", "bytes and had"),
         ("manifest cut", "cannot be read"),
-        ("manifest gone", "shardglass did not write it"),
+        ("manifest gone", "incomplete, shardglass.json is missing"),
         ("a rank's file is not listed", "the checkpoint is not whole"),
         ("newer format", "format 2, and format 1 is understood"),
         ("folder gone", "no such checkpoint folder"),

@@ -20,7 +20,7 @@ from sharded import make
 from trainers import arguments, samples
 
 import shardglass
-from shardglass.compat import GatheredParameters, is_zero3_enabled
+from shardglass.compat import GatheredParameters, is_zero3_enabled, kept
 from shardglass.errors import ConfigError, UsageError
 from shardglass.hf.arguments import ZeroTrainingArguments
 from shardglass.hf.trainer import ZeroMixin
@@ -236,10 +236,10 @@ def test_every_new_name_in_the_table_exists():
         ({}, False),
     ],
 )
-def test_arguments_say_whether_zero3_is_enabled(tmp_path, given, enabled):
+def test_arguments_say_whether_zero3_is_enabled(tmp_path, monkeypatch, given, enabled):
     import gc
 
-    gc.collect()
+    monkeypatch.setattr(kept, "_KEPT", [])  # arguments of other tests may still be alive
     args = ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **given)
     assert is_zero3_enabled() == enabled
     del args
@@ -247,7 +247,8 @@ def test_arguments_say_whether_zero3_is_enabled(tmp_path, given, enabled):
     assert not is_zero3_enabled()
 
 
-def test_arguments_with_a_config_that_cannot_be_read_are_an_error_when_asked(tmp_path):
+def test_arguments_with_a_config_that_cannot_be_read_are_an_error_when_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "_KEPT", [])
     args = ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", deepspeed="missing.json")
     with pytest.raises(ConfigError, match="missing.json"):
         is_zero3_enabled()

@@ -32,7 +32,9 @@ def generate(rank, world_size, given):
         )
         trainer.train()
         model.eval()
-        plain = tiny_causal_lm(tied=True, seed=1).to(model.dtype).eval()
+        plain = tiny_causal_lm(tied=True, seed=1).eval()
+        for param in plain.parameters():  # and no buffer: rotary tables stay in fp32
+            param.data = param.data.to(model.dtype)
         plain.load_state_dict(trainer.handle.full_state_dict())
         for how in ({}, {"num_beams": 2}):
             found = texts(model, rank, **how)

@@ -14,10 +14,10 @@ from ranks import run_alone, run_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from shardglass import EngineOptions, new_model, shard
+from shardglass.checkpoint.weight_files import FileWeights, stored_tensors
 from shardglass.errors import ModelError
 from shardglass.hf.load import load_model
 from shardglass.hf.sharded_start import open_model
-from shardglass.hf.weight_files import FileWeights, stored_tensors
 
 WHERE = {"cache_dir": None, "trust_remote_code": False}
 

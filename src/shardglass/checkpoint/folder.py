@@ -16,6 +16,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardglass.checkpoint.digest import sync
+
 SAVING, REPLACED, DELETING = "saving", "replaced", "deleting"
 PREFIX = "checkpoint"
 """What transformers' Trainer calls its checkpoints; ``get_last_checkpoint`` finds them by it."""
@@ -47,7 +49,7 @@ def publish(target: Path) -> None:
             shutil.rmtree(replaced)
         target.rename(replaced)
     written.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -114,13 +116,5 @@ def _sync_tree(folder: Path) -> None:
     """Bring every file and folder below to the disk."""
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
-            _sync(Path(root, name))
-        _sync(Path(root))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync(Path(root, name))
+        sync(Path(root))

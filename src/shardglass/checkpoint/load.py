@@ -1,148 +1,128 @@
 """Loading the training state of a sharded model.
 
-Owns the checks that a checkpoint fits, and what all ranks read. Where its tensors lie is told in ``save``.
+Owns the checks that a state fits, and how it is put in force on all ranks. Leaves what is on disk to the ``source``.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from shardglass.checkpoint.chunk import FlatChunk
-from shardglass.checkpoint.manifest import STATE, Manifest, read_layout, read_manifest, stored_name
-from shardglass.checkpoint.save import persistent_buffers
+from shardglass.checkpoint.kinds import open_checkpoint
+from shardglass.checkpoint.known import known_model
+from shardglass.checkpoint.snapshot import persistent_buffers
+from shardglass.checkpoint.source import Source
 from shardglass.checkpoint.together import together
 from shardglass.engine.handle import Handle
-from shardglass.engine.state import StateKind
 from shardglass.errors import CheckpointError
 from shardglass.layout import Layout
 
-Stored = Mapping[str, TensorStorageMetadata]
-"""The tensors of a checkpoint: size, dtype and chunks by name."""
+MOST_NAMES = 5
+"""Names that an error lists of each kind of misfit."""
 
 
-def load_checkpoint(handle: Handle, folder: str | Path, *, weights_only: bool = False) -> Manifest:
+def load_checkpoint(handle: Handle, folder: str | Path, *, weights_only: bool = False) -> Source:
     """Bring a sharded model to the state that was saved; collective.
+
+    World size, stage and units of the writer may be others than now: every rank reads the elements that it has now.
 
     Args:
         handle: The model, sharded; its present weights and optimizer state are dropped.
-        folder: A checkpoint that ``save_checkpoint`` wrote, at the same world size; the stage may be another.
+        folder: A checkpoint of ``save_checkpoint``, of the Hugging Face Trainer, or of DeepSpeed (ZeRO 1 to 3).
         weights_only: Leave the optimizer and the counters as they are.
 
     Returns:
         What the checkpoint says of itself.
 
     Raises:
-        CheckpointError: It is incomplete, or does not fit the model, the optimizer or the world size; says in what.
+        CheckpointError: It is incomplete, or does not fit the model or the optimizer; says in what. Unless reading
+            itself failed, the model is as it was.
     """
-    source = Path(folder)
-    read: list[tuple[Manifest, HuggingFaceStorageReader, Stored]] = []
-    together(handle, source, "read", lambda: read.append(_checked(handle, source, weights_only=weights_only)))
-    manifest, reader, stored = read[0]
-    states = None if weights_only else _stored_states(manifest, stored)
-    wanted: dict[str, Tensor] = {
-        stored_name(piece.kind, piece.name): FlatChunk(piece.value.detach(), piece.start, piece.numel)
-        for piece in handle.pieces_to_load(states)
-    }
+    path = Path(folder)
+    opened: list[Source] = []
+    together(handle, path, "read", lambda: opened.append(_checked(handle, path, weights_only=weights_only)))
+    source = opened[0]
     buffers = persistent_buffers(handle)
     flat = {name: buffer.detach().reshape(-1).clone() for name, buffer in buffers.items()}
-    wanted |= {f"buffer/{name}": FlatChunk(value, 0, value.numel()) for name, value in flat.items()}
-    together(handle, source, "read", lambda: _check_whole(wanted, stored))
-    together(handle, source, "read", lambda: load(wanted, storage_reader=reader, process_group=handle.host_group))
+    pieces = handle.pieces_to_load(None if weights_only else source.states)
+    together(handle, path, "read", lambda: source.fill(pieces, flat))
     for name, buffer in buffers.items():
         buffer.copy_(flat[name].view(buffer.shape))
     handle.adopt_pieces()
     if not weights_only:
-        _restore_groups(handle.optimizer, manifest)
-        handle.counters = manifest.counters
-    return manifest
+        _restore_groups(handle.optimizer, source.groups)
+        handle.counters = source.counters
+    return source
 
 
-def _checked(handle: Handle, folder: Path, *, weights_only: bool) -> tuple[Manifest, HuggingFaceStorageReader, Stored]:
-    """Manifest, reader and stored tensors of a checkpoint that fits.
+def _checked(handle: Handle, folder: Path, *, weights_only: bool) -> Source:
+    """A checkpoint that fits.
 
     Raises:
-        CheckpointError: It does not fit; all reasons at once.
+        CheckpointError: It does not; all reasons at once.
     """
-    manifest = read_manifest(folder)
-    faults = _misfits(read_layout(folder), handle.layout)
-    if manifest.world_size != handle.world_size:
-        faults.append(
-            f"written by {manifest.world_size} ranks, this run has {handle.world_size}; resuming at another world size "
-            "is not supported yet"
-        )
+    source = open_checkpoint(folder, known_model(handle.model, handle.layout))
+    faults = _misfits(source, handle.layout)
     if not weights_only:
-        now = handle.optimizer
-        if manifest.optimizer != type(now).__name__:
-            faults.append(f"written with {manifest.optimizer}, this run has {type(now).__name__}")
-        elif len(manifest.groups) != len(now.param_groups):
-            faults.append(f"written with {len(manifest.groups)} param_groups, this run has {len(now.param_groups)}")
+        faults += _optimizer_misfits(source, handle)
     if faults:
         raise CheckpointError(f"{folder} does not fit this run:\n" + "\n".join(f"  {fault}" for fault in faults))
-    reader = HuggingFaceStorageReader(str(folder / STATE))
-    stored: Any = reader.read_metadata().state_dict_metadata
-    return manifest, reader, stored
+    return source
 
 
-def _misfits(theirs: Layout, ours: Layout) -> list[str]:
-    """In what the parameters of a checkpoint differ from the model's, at most five lines of each kind."""
-    then = {p.name: p for b in theirs.buffers for p in b.params}
+def _misfits(source: Source, ours: Layout) -> list[str]:
+    """In what the parameters of a checkpoint differ from the model's."""
+    then = source.shapes
     now = {p.name: p for b in ours.buffers for p in b.params}
     missing = [f"{name} is not in the checkpoint" for name in now if name not in then]
     foreign = [f"{name} is in the checkpoint only" for name in then if name not in now]
     other = []
     for name in now.keys() & then.keys():
-        if now[name].shape != then[name].shape:
-            other.append(f"{name} has shape {list(now[name].shape)} here and {list(then[name].shape)} there")
-        elif now[name].trainable is not then[name].trainable:
+        if tuple(now[name].shape) != tuple(then[name]):
+            other.append(f"{name} has shape {list(now[name].shape)} here and {list(then[name])} there")
+        elif source.trained is not None and now[name].trainable is not (name in source.trained):
             words = ("trained", "frozen") if now[name].trainable else ("frozen", "trained")
             other.append(f"{name} is {words[0]} here and was {words[1]} there")
-    faults = []
-    for lines in (missing, foreign, sorted(other)):
-        faults += lines[:5] + ([f"and {len(lines) - 5} more"] if len(lines) > 5 else [])
-    return faults
+    return [line for lines in (missing, foreign, sorted(other)) for line in _first_of(lines)]
 
 
-def _stored_states(manifest: Manifest, stored: Stored) -> dict[str, dict[str, StateKind]]:
-    """By parameter, the optimizer states that are stored of it."""
-    found: dict[str, dict[str, StateKind]] = {}
-    for fqn, tensor in stored.items():
-        prefix, _, name = fqn.partition("/")
-        key = prefix.removeprefix("optimizer.")
-        if key != prefix:
-            kind = StateKind(dtype=tensor.properties.dtype, is_scalar=manifest.states[key])
-            found.setdefault(name, {})[key] = kind
-    return found
+def _optimizer_misfits(source: Source, handle: Handle) -> list[str]:
+    """In what the optimizer of a checkpoint differs from this run's."""
+    now = handle.optimizer
+    if source.optimizer is not None and source.optimizer != type(now).__name__:
+        return [f"written with {source.optimizer}, this run has {type(now).__name__}"]
+    if source.groups is not None and len(source.groups) != len(now.param_groups):
+        return [f"written with {len(source.groups)} param_groups, this run has {len(now.param_groups)}"]
+    if source.group_of is None:
+        return []
+    here = {p.name: p.group for b in handle.layout.buffers for p in b.params if p.trainable}
+    moved = [
+        f"{name} is in param_group {group} here and was in param_group {source.group_of[name]} there"
+        for name, group in here.items()
+        if name in source.group_of and source.group_of[name] != group
+    ]
+    return _first_of(moved)
 
 
-def _check_whole(wanted: Mapping[str, Tensor], stored: Stored) -> None:
-    """See that every element that is wanted is stored: DCP leaves what no file covers as it was.
-
-    Raises:
-        CheckpointError: Names the first tensors that are not whole.
-    """
-    faults = []
-    for fqn, chunk in wanted.items():
-        have = sum(math.prod(c.sizes) for c in stored[fqn].chunks) if fqn in stored else 0
-        if have != chunk.numel():
-            faults.append(f"{fqn} has {have} of {chunk.numel()} elements")
-    if faults:
-        shown = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
-        raise CheckpointError(f"the checkpoint is not whole: {shown}; use another checkpoint")
+def _first_of(lines: list[str]) -> list[str]:
+    return lines[:MOST_NAMES] + ([f"and {len(lines) - MOST_NAMES} more"] if len(lines) > MOST_NAMES else [])
 
 
-def _restore_groups(optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+def _restore_groups(optimizer: torch.optim.Optimizer, groups: Any) -> None:
     """Give each param_group the options it had, as ``Optimizer.load_state_dict`` does."""
-    for group, then in zip(optimizer.param_groups, manifest.groups, strict=True):
-        for key, value in then.items():
-            now = group.get(key)
-            if isinstance(now, Tensor):
-                now.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(now, tuple) else value
+    if groups is None:
+        return
+    for group, then in zip(optimizer.param_groups, groups, strict=True):
+        restore_group(group, then)
+
+
+def restore_group(group: dict[str, Any], then: Mapping[str, Any]) -> None:
+    """Give one param_group the options it had; what this release of torch does not know is left out."""
+    for key, value in then.items():
+        now = group.get(key)
+        if isinstance(now, Tensor):
+            now.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(now, tuple) else value

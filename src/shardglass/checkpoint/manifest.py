@@ -6,10 +6,11 @@ itself, so a folder without one is no checkpoint of ours.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardglass.checkpoint.digest import digest_of
 from shardglass.errors import CheckpointError
 from shardglass.layout import Layout
 
@@ -43,6 +44,7 @@ class Manifest:
         counters: Steps, skipped steps.
         extra: What the caller added, such as the Trainer's batch sizes.
         files: Bytes of every file, by path in the folder.
+        digests: Checksum of every file, see ``digest``; nothing of checkpoints before there were any.
     """
 
     shardglass: str
@@ -55,6 +57,7 @@ class Manifest:
     counters: Mapping[str, int]
     extra: Mapping[str, Any]
     files: Mapping[str, int]
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The versioned JSON form."""
@@ -76,10 +79,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such checkpoint folder")
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder}: no {MANIFEST} in it, so shardglass did not write it; resuming from other checkpoints is not "
-            "supported yet"
-        )
+        raise CheckpointError(f"{folder}: incomplete, {MANIFEST} is missing; use another checkpoint")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         version = data.pop("format")
@@ -97,6 +97,25 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{folder}: {name} has {present[name]} bytes and had {size} when it was written; use another checkpoint"
             )
     return manifest
+
+
+def damaged_files(folder: Path, manifest: Manifest) -> list[str]:
+    """A line for every file whose bytes are others than were written; reads all of them.
+
+    Args:
+        folder: The checkpoint.
+        manifest: What it says of itself.
+    """
+    faults = []
+    for name, told in manifest.digests.items():
+        try:
+            found = digest_of(folder / name)
+        except OSError as error:
+            faults.append(f"{name}: cannot be read: {error.strerror}")
+            continue
+        if found != told:
+            faults.append(f"{name}: checksum {found}, and {told} when it was written")
+    return faults
 
 
 def read_layout(folder: Path) -> Layout:

@@ -1,11 +1,7 @@
 """Saving the training state of a sharded model.
 
-Owns what all ranks write and in which order. Leaves folders to ``folder``, the list of contents to ``manifest``, and
-planning and storage of tensors to torch.distributed.checkpoint.
-
-[Note: names] Every tensor is stored flat, as ``kind/name``: ``master/`` fp32 weights of a trainable parameter,
-``param/`` a frozen parameter, ``optimizer.<key>/`` a state of the optimizer (a scalar has one element), ``buffer/`` a
-persistent buffer of a module. Weights in the model's dtype are not stored: they are the master weights, cast.
+Owns what all ranks write and in which order. Leaves folders to ``folder``, the list of contents to ``manifest``, what
+is written to ``snapshot``, and planning and storage of tensors to torch.distributed.checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,24 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardglass.checkpoint.chunk import FlatChunk
+from shardglass.checkpoint.digest import digest_of, sync
 from shardglass.checkpoint.folder import SAVING, abandon, begin, hidden, publish
-from shardglass.checkpoint.manifest import (
-    IMPLEMENTATION,
-    LAYOUT,
-    MANIFEST,
-    STATE,
-    Manifest,
-    files_in,
-    stored_name,
-)
+from shardglass.checkpoint.manifest import LAYOUT, MANIFEST, STATE, Manifest, files_in, stored_name
+from shardglass.checkpoint.ranks import Ranks
+from shardglass.checkpoint.snapshot import Snapshot, take_snapshot
 from shardglass.checkpoint.together import together
 from shardglass.engine.handle import Handle
-from shardglass.engine.state import Piece
 from shardglass.errors import CheckpointError
 from shardglass.layout import Layout
 
@@ -58,29 +46,32 @@ def save_checkpoint(
         UsageError: Gradients are accumulated.
         CheckpointError: Any rank could not write; says which and why. What was at ``folder`` is still there.
     """
-    target = Path(folder)
+    write_snapshot(handle, Path(folder), take_snapshot(handle), extra=extra or {}, write=write)
+
+
+def write_snapshot(
+    ranks: Ranks,
+    target: Path,
+    snapshot: Snapshot,
+    *,
+    extra: Mapping[str, Any],
+    write: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a snapshot that each of the ranks took; collective. The arguments and errors of ``save_checkpoint``."""
     temporary = hidden(target, SAVING)
-    pieces = handle.pieces_to_save()
-    kinds = _kinds(handle, pieces)
-
-    def finish() -> None:
-        (temporary / LAYOUT).write_text(handle.layout.to_json(), encoding="utf-8")
-        manifest = _manifest_of(handle, kinds, extra or {}, temporary)
-        (temporary / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-
     parts: list[Callable[[], object]] = [
-        lambda: _write_tensors(handle, temporary / STATE, pieces, kinds),
+        lambda: _write_tensors(ranks, temporary / STATE, snapshot),
         lambda: write(temporary) if write is not None else None,
-        lambda: finish() if handle.rank == 0 else None,
+        lambda: _finish(ranks, temporary, snapshot, extra),
     ]
-    _in_folder(handle, target, parts)
+    _in_folder(ranks, target, parts)
 
 
-def save_files(handle: Handle, folder: str | Path, write: Callable[[Path], None]) -> None:
+def save_files(ranks: Ranks, folder: str | Path, write: Callable[[Path], None]) -> None:
     """Write a folder without the training state, complete or not at all; collective.
 
     Args:
-        handle: Whose ranks take part.
+        ranks: Who takes part.
         folder: Where; one that is there already is replaced as a whole.
         write: Called on every rank with the folder under its temporary name.
 
@@ -88,22 +79,22 @@ def save_files(handle: Handle, folder: str | Path, write: Callable[[Path], None]
         CheckpointError: Any rank could not write; says which and why. What was at ``folder`` is still there.
     """
     target = Path(folder)
-    _in_folder(handle, target, [lambda: write(hidden(target, SAVING))])
+    _in_folder(ranks, target, [lambda: write(hidden(target, SAVING))])
 
 
-def _in_folder(handle: Handle, target: Path, parts: Sequence[Callable[[], object]]) -> None:
+def _in_folder(ranks: Ranks, target: Path, parts: Sequence[Callable[[], object]]) -> None:
     """Do the parts one after the other on all ranks, in a folder that gets its name when all are done; collective.
 
     Raises:
         CheckpointError: A part failed on some rank; what was at ``target`` is still there.
     """
-    on_main = handle.rank == 0
+    on_main = ranks.rank == 0
     try:
-        together(handle, target, "made", lambda: begin(target) if on_main else None)
-        together(handle, target, "made", lambda: _check_seen(hidden(target, SAVING)))
+        together(ranks, target, "made", lambda: begin(target) if on_main else None)
+        together(ranks, target, "made", lambda: _check_seen(hidden(target, SAVING)))
         for part in parts:
-            together(handle, target, "written", part, _ROOM)
-        together(handle, target, "finished", lambda: publish(target) if on_main else None)
+            together(ranks, target, "written", part, _ROOM)
+        together(ranks, target, "finished", lambda: publish(target) if on_main else None)
     except CheckpointError:
         if on_main:
             abandon(target)
@@ -127,31 +118,12 @@ def _check_seen(temporary: Path) -> None:
         )
 
 
-def _kinds(handle: Handle, pieces: list[Piece]) -> dict[str, bool]:
-    """Keys of the optimizer's state on any rank, and whether each is a scalar; collective."""
-    mine = {p.kind: p.is_scalar for p in pieces if p.kind not in ("master", "param")}
-    found: dict[str, bool] = {}
-    for theirs in handle.agree("keys of the optimizer's state", mine):
-        found |= theirs
-    return found
-
-
-def _write_tensors(handle: Handle, folder: Path, pieces: list[Piece], kinds: Mapping[str, bool]) -> None:
-    """Write every rank's pieces; collective."""
-    tensors: dict[str, Tensor] = {}
-    for piece in pieces:
-        value = piece.value.detach().reshape(-1)
-        if piece.is_scalar:
-            value = value.clone()  # one number for all parameters of a run; safetensors refuses shared memory
-        tensors[stored_name(piece.kind, piece.name)] = FlatChunk(value, piece.start, piece.numel)
-    files = _file_of_names(handle.layout, ["master", "param", *kinds])
-    for name, buffer in persistent_buffers(handle).items():
-        files[f"buffer/{name}"] = 1
-        if handle.rank == 0:
-            value = buffer.detach().reshape(-1)
-            tensors[f"buffer/{name}"] = FlatChunk(value, 0, value.numel())
+def _write_tensors(ranks: Ranks, folder: Path, snapshot: Snapshot) -> None:
+    """Write every rank's tensors; collective."""
+    files = _file_of_names(snapshot.layout, ["master", "param", *snapshot.kinds])
+    files |= {f"buffer/{name}": 1 for name in snapshot.buffers}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-    save(tensors, storage_writer=writer, process_group=handle.host_group)
+    save(dict(snapshot.tensors), storage_writer=writer, process_group=ranks.host_group)
 
 
 def _file_of_names(layout: Layout, kinds: list[str]) -> dict[str, int]:
@@ -167,33 +139,50 @@ def _file_of_names(layout: Layout, kinds: list[str]) -> dict[str, int]:
     return files
 
 
-def persistent_buffers(handle: Handle) -> dict[str, Tensor]:
-    """Buffers that are part of the model's state dict and have elements."""
-    kept = handle.model.state_dict(keep_vars=True)
-    return {name: b for name, b in handle.model.named_buffers() if name in kept and b.numel()}
+def _finish(ranks: Ranks, temporary: Path, snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
+    """Bring what was written to the disk, each rank its own files, and list it all; collective."""
+    on_main = ranks.rank == 0
+    mine: dict[str, str] = {}
+    fault: str | None = None
+    try:
+        if on_main:
+            (temporary / LAYOUT).write_text(snapshot.layout.to_json(), encoding="utf-8")
+        for name in files_in(temporary):
+            if _owner(name, ranks.world_size) == ranks.rank:
+                mine[name] = digest_of(temporary / name)
+                sync(temporary / name)
+    except OSError as error:
+        fault = f"{type(error).__name__}: {error}"
+    told = ranks.agree("checksums of a checkpoint", (mine, fault))
+    if fault is not None:
+        raise CheckpointError(fault)
+    if on_main and all(theirs is None for _, theirs in told):
+        digests = {name: value for found, _ in told for name, value in found.items()}
+        manifest = _manifest_of(snapshot, extra, files_in(temporary), dict(sorted(digests.items())))
+        (temporary / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def _manifest_of(handle: Handle, kinds: Mapping[str, bool], extra: Mapping[str, Any], folder: Path) -> Manifest:
-    groups = [
-        {key: _plain(value) for key, value in group.items() if key not in IMPLEMENTATION}
-        for group in handle.optimizer.param_groups
-    ]
+def _owner(name: str, world_size: int) -> int:
+    """The rank that wrote a file, which has it in its cache: DCP numbers a rank's files; the rest is rank 0's."""
+    first = Path(name).name.split("-")
+    if name.startswith(f"{STATE}/") and first[0] == "shard" and len(first) > 1 and first[1].isdigit():
+        return (int(first[1]) - 1) % world_size
+    return 0
+
+
+def _manifest_of(
+    snapshot: Snapshot, extra: Mapping[str, Any], files: Mapping[str, int], digests: Mapping[str, str]
+) -> Manifest:
     return Manifest(
         shardglass=version("shardglass"),
         torch=str(torch.__version__),
-        world_size=handle.world_size,
-        stage=handle.options.stage,
-        optimizer=type(handle.optimizer).__name__,
-        groups=tuple(groups),
-        states=kinds,
-        counters=handle.counters,
+        world_size=snapshot.world_size,
+        stage=snapshot.stage,
+        optimizer=snapshot.optimizer,
+        groups=tuple(snapshot.groups),
+        states=snapshot.kinds,
+        counters=snapshot.counters,
         extra=extra,
-        files=files_in(folder),
+        files=files,
+        digests=digests,
     )
-
-
-def _plain(value: object) -> object:
-    """An option of a param_group as JSON has it."""
-    if isinstance(value, Tensor):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value

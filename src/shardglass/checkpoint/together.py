@@ -8,15 +8,15 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardglass.engine.handle import Handle
+from shardglass.checkpoint.ranks import Ranks
 from shardglass.errors import CheckpointError, ShardglassError
 
 
-def together(handle: Handle, target: Path, done: str, work: Callable[[], object], advice: str = "") -> None:
+def together(ranks: Ranks, target: Path, done: str, work: Callable[[], object], advice: str = "") -> None:
     """Do a part of the work on every rank and fail on all if it failed on one.
 
     Args:
-        handle: The ranks.
+        ranks: All of them.
         target: The checkpoint's folder.
         done: What is done with it, such as "read".
         work: This rank's part.
@@ -30,12 +30,12 @@ def together(handle: Handle, target: Path, done: str, work: Callable[[], object]
     try:
         work()
     except CheckpointException as error:  # DCP's own, with every rank's reason, on every rank
-        own = error.failures.get(handle.rank)
+        own = error.failures.get(ranks.rank)
         cause = error
         fault = _text_of(own[0]) if own is not None else None
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it; it is raised below
         fault, cause = _text_of(error), error
-    faults = handle.agree(f"a checkpoint to be {done}", fault)
+    faults = ranks.agree(f"a checkpoint to be {done}", fault)
     told = [f"rank {rank}: {text}" for rank, text in enumerate(faults) if text is not None]
     if told:
         if len(told) == len(faults) and len(set(faults)) == 1:

@@ -197,6 +197,42 @@ class GroupLinks:
         )
 
 
+class GroupApart:
+    """The ranks of a group over a gloo group of its own, for a thread beside training.
+
+    Nothing that training does waits for it, and its collectives meet none of training's.
+    """
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        """Make the group; collective.
+
+        Args:
+            group: The ranks.
+            timeout_s: Seconds that a rank may be late to an agreement.
+        """
+        members = dist.get_process_group_ranks(group)
+        self.rank, self.world_size = dist.get_rank(group), len(members)
+        self._group: Any = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """The group."""
+        group: dist.ProcessGroup = self._group
+        return group
+
+    def agree(self, what: str, value: Any) -> list[Any]:
+        """Every rank's small picklable value, by rank; collective."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def close(self) -> None:
+        """Give the group back."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
 class _Done:
     """A work of the simulation."""
 

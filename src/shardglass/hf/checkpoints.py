@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_callback import ExportableState
 
-from shardglass.checkpoint.folder import PREFIX, REPLACED, delete, numbered, tidy, to_delete
+from shardglass.checkpoint.folder import PREFIX, delete, numbered, tidy, to_delete
 from shardglass.checkpoint.load import load_checkpoint
-from shardglass.checkpoint.manifest import MANIFEST, read_manifest
+from shardglass.checkpoint.manifest import MANIFEST
 from shardglass.checkpoint.save import save_checkpoint, save_files
 from shardglass.engine.handle import Handle
 from shardglass.errors import CheckpointError, UsageError
 from shardglass.hf.arguments import words_of
-from shardglass.words import IN_PYTHON, ON_A_COMMAND_LINE, Words
+from shardglass.hf.resuming import ResumeMixin, check_position, find_checkpoint, resume_of
 
 log = logging.getLogger(__name__)
 
@@ -38,102 +38,16 @@ _SAVING = ".saving-"
 """Begins the name of the folder that final files are written to before they are moved to their place."""
 
 
-def is_asked_for(wanted: str | bool | None) -> bool:  # noqa: FBT001
-    """Whether a value of ``resume_from_checkpoint`` asks for a checkpoint."""
-    return not (wanted is None or wanted is False or str(wanted).lower() in ("false", ""))
-
-
-def find_checkpoint(
-    wanted: str | bool | None,  # noqa: FBT001
-    output_dir: Path,
-    words: Words = IN_PYTHON,
-) -> Path | None:
-    """Which checkpoint to resume from; None if none is asked for.
-
-    Args:
-        wanted: A folder, or True (also as text) for the last complete one in ``output_dir``.
-        output_dir: The run's folder.
-        words: How the message names arguments.
-
-    Raises:
-        CheckpointError: The folder is no complete checkpoint, or there is none; says why for each.
-    """
-    if not is_asked_for(wanted):
-        return None
-    if str(wanted).lower() != "true":
-        folder = Path(str(wanted)).expanduser()
-        read_manifest(folder)
-        return folder
-    reasons = []
-    for _, folder in reversed(numbered(output_dir)):
-        try:
-            read_manifest(folder)
-        except CheckpointError as error:
-            reasons.append(str(error))
-        else:
-            for reason in reasons:
-                log.warning("%s; resuming from %s", reason, folder)
-            return folder
-    listed = "".join(f"\n  {reason}" for reason in reasons)
-    raise CheckpointError(
-        f"{words.given('resume_from_checkpoint', value=True)}: {output_dir} has no complete {PREFIX}-N folder; leave "
-        f"the {words.one} out to start anew{listed}"
-    )
-
-
-def check_position(folder: Path, now: Mapping[str, int], *, ignore_data_skip: bool, words: Words = IN_PYTHON) -> None:
-    """See that a checkpoint's place in the data means the same in this run.
-
-    Args:
-        folder: The checkpoint.
-        now: World size, batch sizes, samples and seed of this run.
-        ignore_data_skip: The user wants the epoch from its beginning.
-        words: How the message names arguments.
-
-    Raises:
-        CheckpointError: It does not; names every number that differs.
-    """
-    then = read_manifest(folder).extra.get("position", {})
-    differing = [key for key in now if key in then and then[key] != now[key]]
-    if not differing or (ignore_data_skip and "world_size" not in differing):
-        return
-    rows = "".join(f"\n  {key}: {then[key]} there, {now[key]} here" for key in differing)
-    remedy = (
-        "resuming at another world size is not supported yet"
-        if "world_size" in differing
-        else f"keep them, or give {words.given('ignore_data_skip', value=True)} to begin the epoch anew"
-    )
-    text = f"{folder} was written by a run that drew its data otherwise; {remedy}:{rows}"
-    raise CheckpointError(text, is_shared=True)
-
-
-def check_resume(wanted: str | bool | None, output_dir: Path, world_size: int) -> None:  # noqa: FBT001
-    """Find out before any weight is loaded that a checkpoint cannot be resumed from; ``train`` checks the rest.
-
-    Raises:
-        CheckpointError: It is no complete checkpoint, or is of another world size.
-    """
-    if any(output_dir.glob(f".*.{REPLACED}")):
-        return  # a kill left work that ``train`` puts in order first
-    folder = find_checkpoint(wanted, output_dir, ON_A_COMMAND_LINE)
-    if folder is not None:
-        check_position(folder, {"world_size": world_size}, ignore_data_skip=False, words=ON_A_COMMAND_LINE)
-
-
 def _base_rate(group: Mapping[str, Any]) -> float:
     """The learning rate of a param_group that its scheduler starts from."""
     return float(group.get("initial_lr", group["lr"]))
 
 
-class CheckpointMixin:
+class CheckpointMixin(ResumeMixin):
     """The part of ``ZeroMixin`` that writes and reads files; see [Note: whole override]."""
 
     handle: Handle | None
-    args: Any
-    state: Any
     model: Any
-    lr_scheduler: Any
-    train_dataset: Any
     _sharded_model: nn.Module | None
     _whole: dict[str, Tensor] | None = None  # while it is being saved
     _mine: list[Path]  # this run's checkpoints and those it goes on from, oldest first
@@ -162,49 +76,51 @@ class CheckpointMixin:
         self.accelerator.wait_for_everyone()  # type: ignore[attr-defined]
         words = words_of(self.args)
         folder = find_checkpoint(wanted, output_dir, words)
-        self._mine = []
+        self._mine, self._resume, self.resume_note = [], None, None
         if folder is not None:
+            position = self._position()
             skips = bool(self.args.ignore_data_skip)
-            check_position(folder, self._position(), ignore_data_skip=skips, words=words)
-            last = int(read_manifest(folder).counters["step"])
-            self._mine = [path for number, path in numbered(output_dir) if number <= last]
-        return super().train(None if folder is None else str(folder), *args, **kwargs)  # type: ignore[misc]
-
-    def _position(self) -> dict[str, int]:
-        """What the place in the data depends on."""
-        args = self.args
-        found = {
-            "world_size": args.world_size,
-            "per_device_train_batch_size": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "seed": args.seed,
-        }
-        if hasattr(self.train_dataset, "__len__"):
-            found["samples"] = len(self.train_dataset)
-        return found
+            check_position(folder, position, ignore_data_skip=skips, words=words)
+            self._resume = resume_of(folder, position.get("samples"))
+            self._mine = [path for number, path in numbered(output_dir) if number <= self._resume.step]
+        has_state = self._resume is not None and self._resume.has_state
+        # Without a Trainer's state in the folder the Trainer itself begins anew, and we put it where the state is.
+        return super().train(str(folder) if has_state else None, *args, **kwargs)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Nothing yet: the master weights come with the optimizer's state, once the model is sharded."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Bring weights, optimizer and scheduler to where the checkpoint left them."""
-        if checkpoint is None:
+        if self._resume is None:
             return
+        folder = self._resume.folder
         asked = [_base_rate(group) for group in self._engine().optimizer.param_groups]
-        manifest = load_checkpoint(self._engine(), checkpoint)
+        source = load_checkpoint(self._engine(), folder)
         done, last = self.state.global_step, self.state.max_steps
         if done >= last > 0:  # the Trainer would take one step more
             words = words_of(self.args)
             raise CheckpointError(
-                f"{checkpoint} is at step {done} and this run ends at step {last}: nothing is left to train; raise "
+                f"{folder} is at step {done} and this run ends at step {last}: nothing is left to train; raise "
                 f"{words.named('max_steps')} or {words.named('num_train_epochs')} to go on",
                 is_shared=True,
             )
-        scheduler = torch.load(Path(checkpoint, SCHEDULER), map_location="cpu", weights_only=True)
-        self.lr_scheduler.load_state_dict(scheduler)
-        then = [_base_rate(group) for group in manifest.groups]
-        if then != asked and self.args.should_save:
+        rate_then = float(source.groups[0]["lr"]) if source.groups else None
+        self._load_schedule(folder, done)
+        self._tell_course(rate_then)
+        then = [_base_rate(group) for group in source.groups or ()]
+        if source.groups is not None and then != asked and self.args.should_save:
             log.warning("resuming with the checkpoint's learning rates %s, not with %s of this run", then, asked)
+
+    def _load_schedule(self, folder: Path, done: int) -> None:
+        """Bring the scheduler to where it was; one without a file of its own goes through its steps."""
+        path = folder / SCHEDULER
+        if path.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            self._rate_by_present_schedule()
+            return
+        for _ in range(done):
+            self.lr_scheduler.step()
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights into the live engine."""
@@ -236,7 +152,7 @@ class CheckpointMixin:
         if self.args.save_only_model:
             save_files(self._engine(), target, self._write_model)
         else:
-            extra = {"position": self._position()}
+            extra = {"position": {**self._position(), **self._place_now()}}
             save_checkpoint(self._engine(), target, extra=extra, write=self._write_trainer_files)
         self._mine = [path for path in self._mine if path != target] + [target]
         if self.args.push_to_hub:

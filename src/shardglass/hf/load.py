@@ -13,9 +13,10 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from shardglass.checkpoint.weight_files import SAFETENSORS
 from shardglass.errors import ModelError, suggestion
 from shardglass.hf.mistakes import OF_A_FILE, THEIRS, flag_meant, one_line
-from shardglass.hf.model_files import PICKLED, SAFETENSORS, check_file, gguf_path, hub_options, weight_files
+from shardglass.hf.model_files import PICKLED, check_file, gguf_path, hub_options, weight_files
 from shardglass.words import IN_PYTHON, Words
 
 _ANY_TEXT = "The quick brown fox, 0123"

@@ -4,7 +4,6 @@ Owns finding them in a folder, in the cache or on the hub, by transformers' own 
 Leaves reading safetensors in part to ``weight_files``, and loading whole to ``load``.
 """
 
-import json
 import zipfile
 from collections.abc import Mapping
 from importlib import import_module
@@ -15,13 +14,12 @@ from typing import Any
 import torch
 from transformers.utils.hub import cached_file
 
+from shardglass.checkpoint.weight_files import COPY_AGAIN, check_header, named_in
 from shardglass.errors import ModelError
 from shardglass.hf.mistakes import OF_A_FILE, one_line
-from shardglass.hf.weight_files import COPY_AGAIN, check_header
 
-SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Names that transformers gives weights, the first that is there counts; an index names several files."""
+"""Names that transformers gives pickled weights; as ``SAFETENSORS``."""
 
 HUB = ("cache_dir", "revision", "token", "local_files_only", "subfolder")
 """Arguments of ``from_pretrained`` that say where a model's files are; each of transformers' look-ups takes them."""
@@ -61,7 +59,7 @@ def weight_files(
             continue
         if not wanted.endswith(".index.json"):
             return [path]
-        files = _named_in(path)
+        files = named_in(path)
         if Path(name).is_dir():
             return [path.parent / file for file in files]
         return [_found(name, file, hub) or path.parent / file for file in files]
@@ -85,19 +83,6 @@ def _of_variant(name: str, variant: str | None) -> str:
     """A file's name with the variant before its ending, as transformers writes it."""
     stem, _, ending = name.rpartition(".")
     return name if variant is None else f"{stem}.{variant}.{ending}"
-
-
-def _named_in(index: Path) -> list[str]:
-    """The files that an index names.
-
-    Raises:
-        ModelError: It is no index.
-    """
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [str(file) for file in dict.fromkeys(weight_map.values())]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: not an index of weights: {type(error).__name__}: {error}") from error
 
 
 def check_file(path: Path, *, thoroughly: bool = False) -> None:

@@ -23,13 +23,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from shardglass.checkpoint.weight_files import DTYPES, SAFETENSORS, FileWeights, StoredTensor, stored_tensors
 from shardglass.engine.sources import hollow_out, note_source
 from shardglass.errors import ModelError
 from shardglass.hf.load import check_model_path, files_to_load, load_config_of, load_model
 from shardglass.hf.mistakes import THEIRS, flag_meant, one_line
-from shardglass.hf.model_files import SAFETENSORS, check_file, hub_options, weight_files
+from shardglass.hf.model_files import check_file, hub_options, weight_files
 from shardglass.hf.open_options import OF_FILES, check_device, check_name, check_options
-from shardglass.hf.weight_files import DTYPES, FileWeights, StoredTensor, stored_tensors
 from shardglass.words import IN_PYTHON, Words
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardglass.errors import ShardglassError
 from shardglass.hf.arguments import Command, parse_command
-from shardglass.hf.checkpoints import check_resume, is_asked_for
 from shardglass.hf.data import ConversationDataset, DataOptions, build_collator, build_dataset, load_conversations
 from shardglass.hf.debugging import DEBUGGED, held_note, name_process, run_free, wait_for_debugger
 from shardglass.hf.flags import flags_error, look_steps
@@ -35,6 +34,7 @@ from shardglass.hf.model_config import FoundConfig
 from shardglass.hf.output_folder import SUMMARY_FILE, check_output_folder
 from shardglass.hf.rehearsal import check_optimizer, check_schedule
 from shardglass.hf.resolved_file import ResolvedConfigCallback
+from shardglass.hf.resuming import check_resume, is_asked_for
 from shardglass.hf.run_planning import RunToPlan, planned_engine
 from shardglass.hf.sharded_start import open_hollow
 from shardglass.hf.summary import SummaryCallback
@@ -199,8 +199,7 @@ def build_trainer(
     eval_data: ConversationDataset | None = None
     if data_args.eval_data_path:
         eval_data = build_dataset(data_args.eval_data_path, tokenizer, options, is_main=is_main)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_resume(training.resume_from_checkpoint, Path(str(training.output_dir)), world_size)
+    check_resume(training.resume_from_checkpoint, Path(str(training.output_dir)))
     # The Trainer resolves it again; here a wrong config is found before the weights are read.
     resolved = resolve_run(training)
     if resolved.optimizer is None:

@@ -40,6 +40,7 @@ from shardglass.hf.checkpoints import CheckpointMixin
 from shardglass.hf.flags import optim_fault
 from shardglass.hf.generation import keep_ranks_together
 from shardglass.hf.losses import NonFiniteLossCallback
+from shardglass.hf.resuming import TellEpoch
 from shardglass.hf.schedule import ConfigSchedule
 from shardglass.options import EngineOptions
 from shardglass.resolve import Resolved, RunArguments, resolve
@@ -92,6 +93,7 @@ class ZeroMixin(CheckpointMixin):
         self.token_counts = torch.zeros(2, dtype=torch.int64, device=training_args.device)
         self.add_callback(_TellSkipped(self))  # type: ignore[attr-defined]
         self.add_callback(NonFiniteLossCallback(self))  # type: ignore[attr-defined]
+        self.add_callback(TellEpoch(self))  # type: ignore[attr-defined]
 
     def _check_supported(self) -> None:
         """Refuse, before any step, what would train something else than was asked for."""

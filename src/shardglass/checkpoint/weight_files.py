@@ -20,6 +20,9 @@ from shardglass.errors import ModelError
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """dtypes of weights; a file with another one is read by transformers."""
 
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+"""Names that transformers gives them, the first that is there counts; the index names several files."""
+
 MOST_HEADER = 100 << 20
 """Bytes of a header that safetensors allows."""
 
@@ -44,6 +47,32 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+
+
+def files_in(folder: Path) -> list[Path] | None:
+    """The safetensors files of a model in a folder; None if its weights are in none.
+
+    Raises:
+        ModelError: The index is broken.
+    """
+    for name in SAFETENSORS:
+        path = folder / name
+        if path.is_file():
+            return [folder / file for file in named_in(path)] if path.suffix == ".json" else [path]
+    return None
+
+
+def named_in(index: Path) -> list[str]:
+    """The files that an index of weights names.
+
+    Raises:
+        ModelError: It is no index.
+    """
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [str(file) for file in dict.fromkeys(weight_map.values())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: not an index of weights: {type(error).__name__}: {error}") from error
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
