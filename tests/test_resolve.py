@@ -605,6 +605,14 @@ def test_a_scheduler_section_says_what_it_overrules():
     assert "--lr_scheduler_kwargs has no effect: the scheduler section decides" in notes
 
 
+def test_remarks_on_keys_without_effect_name_what_the_user_writes():
+    source = {"compile": {"disable": True}, "activation_checkpointing": {"partition_activations": True}}
+    for args, dashes in ((given(), "--"), (replace(given(), from_command=False), "")):
+        notes = run(source, args).notes
+        assert f"compile: use {dashes}torch_compile" in notes
+        assert any(note.endswith(f"use {dashes}gradient_checkpointing") for note in notes)
+
+
 def test_arguments_from_python_are_not_called_flags():
     python = replace(given(learning_rate=1e-5, fp16=True, optim="sgd"), from_command=False)
     source = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR"}}

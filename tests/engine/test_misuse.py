@@ -15,7 +15,16 @@ from sharded import make, squared
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardglass import ConfigError, EngineOptions, ModelError, OptimizerError, UsageError, shard
+from shardglass import (
+    ConfigError,
+    EngineOptions,
+    ModelError,
+    OptimizerError,
+    UsageError,
+    load_checkpoint,
+    save_checkpoint,
+    shard,
+)
 from shardglass.engine.registry import live_handle
 from shardglass.engine.units import build_units
 
@@ -336,3 +345,135 @@ def test_state_of_a_parameter_without_dimensions_is_kept(kind, stage):
 def test_units_of_a_wrong_kind_are_one_clear_error(units, told):
     with pytest.raises(ModelError, match=told):
         build_units(Perceptron(), units)
+
+
+# ---- other parameters than in shard() ----
+
+
+class WithHead(nn.Module):
+    """Blocks, a table of which the head is tied or not, and a head."""
+
+    def __init__(self, *, tied=False):
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(7, 7)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(7, 7)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x @ self.table.weight)
+
+
+def set_data(model):
+    model.head.weight.data = torch.ones(7, 7)
+
+
+def grow_table(model):
+    model.table.weight.data = torch.ones(9, 7)
+
+
+CHANGES = {
+    "head replaced": (lambda model: setattr(model, "head", nn.Linear(7, 7)), "head.weight, head.bias were replaced. "),
+    "head without bias": (
+        lambda model: setattr(model, "head", nn.Linear(7, 7, bias=False)),
+        "head.weight was replaced; head.bias was taken away. ",
+    ),
+    "weight replaced": (
+        lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(7, 7))),
+        "head.weight was replaced. ",
+    ),
+    "adapter added": (
+        lambda model: setattr(model, "adapter", nn.Linear(7, 2)),
+        "adapter.weight, adapter.bias were added. ",
+    ),
+    "block added": (
+        lambda model: model.blocks.append(nn.Linear(7, 7)),
+        "blocks.2.weight, blocks.2.bias were added. ",
+    ),
+    "blocks taken away": (
+        lambda model: delattr(model, "blocks"),
+        "blocks.0.0.weight, blocks.0.0.bias, blocks.1.0.weight and 1 more were taken away. ",
+    ),
+    "tied anew": (lambda model: setattr(model.head, "weight", model.table.weight), "head.weight was replaced. "),
+    "data replaced": (set_data, "head.weight does not lie in the engine's buffer any more: "),
+    "table grown": (grow_table, "table.weight does not lie in the engine's buffer any more: "),
+    "cast": (
+        lambda model: model.double(),
+        "table.weight, blocks.0.0.weight, blocks.0.0.bias and 4 more do not lie in ",
+    ),
+}
+
+
+def calls(handle, model, optimizer, folder):
+    def gather():
+        with handle.gathered("head"):
+            pass
+
+    return {
+        "forward": lambda: model(torch.ones(2, 7)),
+        "clip_grad_norm_": lambda: handle.clip_grad_norm_(1.0),
+        "step": optimizer.step,
+        "gathered": gather,
+        "full_state_dict": handle.full_state_dict,
+        "full_state_dict on rank 0": lambda: handle.full_state_dict(rank0_only=True),
+        "state_of": lambda: handle.state_of("table.weight"),
+        "save_checkpoint": lambda: save_checkpoint(handle, folder / "checkpoint"),
+        "load_checkpoint": lambda: load_checkpoint(handle, folder / "before"),
+    }
+
+
+def changed(rank, world_size, stage, folder):
+    messages = {}
+    for what, (change, _) in CHANGES.items():
+        model = WithHead()
+        handle, optimizer = make(model, stage=stage)
+        if not (folder / "before").exists():
+            save_checkpoint(handle, folder / "before")
+        if what != "cast":  # which is refused already while there are gradients
+            model(torch.ones(2, 7)).square().mean().backward()
+        with handle.gathered():  # where parameters are sharded, .data cannot be set elsewhere
+            change(model)
+        for name, call in calls(handle, model, optimizer, folder).items():
+            with pytest.raises(UsageError) as caught:
+                call()
+            messages[what, name] = str(caught.value)
+        assert not (folder / "checkpoint").exists()
+        handle.close()
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_replaced_added_or_moved_after_shard_are_named_wherever_they_are_used(stage, tmp_path):
+    for messages in run_ranks(2, changed, stage, tmp_path):
+        assert len(messages) == 9 * len(CHANGES)
+        for (what, _), message in messages.items():
+            assert message.startswith(CHANGES[what][1])
+            assert message.endswith("call handle.close(), change it then, make the optimizer anew and shard() again")
+
+
+def changed_and_sharded_again(rank, world_size, stage):
+    model = WithHead(tied=True)
+    handle, _ = make(model, stage=stage)
+    model.head.weight = model.table.weight  # as tie_weights() does: nothing changes
+    model.register_buffer("mask", torch.ones(3))
+    before = handle.full_state_dict()
+    with pytest.raises(UsageError, match=r"^head\.weight was replaced\. "), handle.gathered("head", modifier_rank=0):
+        model.head.weight = nn.Parameter(torch.zeros(7, 7))
+    handle.close()
+    model.head = nn.Linear(7, 3)
+    handle, optimizer = make(model, stage=stage)
+    model(torch.ones(2, 7)).square().mean().backward()
+    optimizer.step()
+    after = handle.full_state_dict()
+    handle.close()
+    assert after["head.weight"].shape == (3, 7)
+    assert not torch.equal(before["table.weight"], after["table.weight"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tying_anew_what_is_tied_is_no_change_and_a_closed_handle_lets_a_model_change(stage):
+    run_ranks(2, changed_and_sharded_again, stage)

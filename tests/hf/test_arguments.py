@@ -431,7 +431,11 @@ def test_a_precision_that_only_accelerate_launch_asks_for_is_refused(monkeypatch
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
     args = ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=bf16)
     if refused:
-        with pytest.raises(ConfigError, match=f"asks for mixed precision {asked} .*leave it out there, or give bf16"):
+        told = f"asks for mixed precision {asked} .*leave it out there, or give bf16=True here"
+        with pytest.raises(ConfigError, match=told):
+            resolve_run(args)
+        args.explicit = frozenset({"output_dir"})  # as a command sets it
+        with pytest.raises(ConfigError, match="or give --bf16 True here"):
             resolve_run(args)
     else:
         assert resolve_run(args).param_dtype == ("bfloat16" if bf16 else "float32")

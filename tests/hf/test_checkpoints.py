@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from shardglass import CheckpointError, ZeroTrainer, ZeroTrainingArguments
 from shardglass.hf.data import PadToLongest
-from shardglass.hf.resuming import find_checkpoint
+from shardglass.hf.resuming import check_resume, find_checkpoint
 
 
 class Stop(transformers.TrainerCallback):
@@ -240,8 +240,12 @@ def test_no_resume_is_asked_for(tmp_path, wanted):
 
 
 def test_no_checkpoint_and_a_wrong_folder_are_clear_errors(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no complete checkpoint-N folder; leave the flag out"):
+    told = "^resume_from_checkpoint=True: .* has no complete checkpoint-N folder; leave the argument out"
+    with pytest.raises(CheckpointError, match=told):
         find_checkpoint("True", tmp_path)
+    told = "^--resume_from_checkpoint True: .* has no complete checkpoint-N folder; leave the flag out"
+    with pytest.raises(CheckpointError, match=told):
+        check_resume("True", tmp_path)
     with pytest.raises(CheckpointError, match=r"nowhere: there is no such checkpoint folder"):
         find_checkpoint(str(tmp_path / "nowhere"), tmp_path)
 
@@ -267,7 +271,8 @@ def other_data(rank, world_size, folder, given, data):
 def test_another_way_through_the_data_is_refused(tmp_path, given, data, told):
     for message in run_ranks(2, other_data, str(tmp_path), given, data):
         assert told in message
-        assert "--ignore_data_skip True" in message
+        assert "ignore_data_skip=True" in message
+        assert "--" not in message
 
 
 def trained_to_the_end(rank, world_size, folder):

@@ -13,8 +13,9 @@ from shardglass.hf.arguments import parse_command
 from shardglass.hf.load import load_config_of, load_model, load_tokenizer
 from shardglass.hf.mistakes import MOST_CHARACTERS, flag_meant, mistakes_told, one_line
 from shardglass.hf.rehearsal import check_optimizer, check_schedule
+from shardglass.words import ON_A_COMMAND_LINE
 
-WHERE = {"cache_dir": None, "trust_remote_code": False}
+WHERE = {"cache_dir": None, "trust_remote_code": False, "words": ON_A_COMMAND_LINE}
 
 
 def message_of(*flags):
@@ -171,9 +172,9 @@ def test_weights_that_are_cut_off_are_one_line(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    assert refused(load_model, tmp_path / "cut").startswith(
-        f"--model_name_or_path: {tmp_path / 'cut'} cannot be loaded: Error while deserializing header"
-    )
+    assert refused(load_model, tmp_path / "cut").startswith(f"{weights}: lm_head.weight lies behind the end")
+    weights.write_bytes(weights.read_bytes()[:500])
+    assert refused(load_model, tmp_path / "cut").startswith(f"{weights}: not a safetensors file, or cut off: copy it")
 
 
 def test_attention_that_is_not_installed_names_its_flag(saved):

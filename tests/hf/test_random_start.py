@@ -161,5 +161,6 @@ def test_what_is_no_seed_is_refused(seed):
 
 
 def test_what_is_no_config_is_refused():
-    with pytest.raises(ModelError, match="not a config; AutoConfig"):
-        new_model("folder", seed=0)
+    for config in ("folder", None, LlamaConfig, {}):
+        with pytest.raises(UsageError, match="not a config; AutoConfig"):
+            new_model(config, seed=0)

@@ -5,9 +5,9 @@ import threading
 import time
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
+from gguf_files import write_gguf
 from models import tiny_causal_lm
 from process_memory import bytes_of, give_freed_runs_back
 from ranks import run_alone, run_ranks
@@ -173,7 +173,9 @@ def test_any_run_of_elements_is_read(tmp_path):
         LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2)
     )
     model.save_pretrained(tmp_path)
-    source = FileWeights(stored_tensors(tmp_path), {n: torch.bfloat16 for n, _ in model.named_parameters()})
+    source = FileWeights(
+        stored_tensors([tmp_path / "model.safetensors"]), {n: torch.bfloat16 for n, _ in model.named_parameters()}
+    )
     for name, param in model.named_parameters():
         flat = param.detach().reshape(-1).to(torch.bfloat16)
         for start, stop in ((0, flat.numel()), (3, 3), (1, flat.numel() - 1), (flat.numel() - 1, flat.numel())):
@@ -239,34 +241,6 @@ def test_a_rank_s_memory_at_the_start_is_its_shards_and_one_unit(tmp_path, is_ra
     for peak, shards, unit in run_ranks(4, start_and_weigh, None if is_random else tmp_path / "large", small):
         assert peak <= (shards + unit) * 1.1, f"{peak >> 20} MiB; shards {shards >> 20}, the largest unit {unit >> 20}"
         assert peak < whole / 2
-
-
-def write_gguf(path):
-    """A tiny Llama as llama.cpp keeps it, in float32."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(96)
-    writer.add_token_list([f"t{k}" for k in range(96)])
-    random = torch.Generator().manual_seed(5)
-    shapes = {"token_embd": (96, 32), "output_norm": (32,), "output": (96, 32)}
-    block = {
-        "attn_norm": (32,), "ffn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32),
-        "attn_output": (32, 32), "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48),
-    }  # fmt: skip
-    shapes |= {f"blk.{k}.{name}": shape for k in range(2) for name, shape in block.items()}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=random).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def weights_of_gguf(rank, world_size, folder):

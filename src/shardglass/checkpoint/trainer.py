@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardglass.checkpoint.known import KnownModel
 from shardglass.checkpoint.manifest import IMPLEMENTATION
-from shardglass.checkpoint.weight_files import DTYPES, FileWeights, stored_tensors
+from shardglass.checkpoint.weight_files import DTYPES, FileWeights, files_in, stored_tensors
 from shardglass.engine.state import Piece, StateKind
 from shardglass.errors import CheckpointError
 
@@ -37,9 +37,10 @@ class TrainerCheckpoint:
             CheckpointError: A file is missing, damaged, or holds what the names of the model do not explain.
         """
         self.folder, self.writer = folder, "the Hugging Face Trainer"
-        stored = stored_tensors(folder)
-        if stored is None:
+        files = files_in(folder)
+        if files is None:
             raise CheckpointError(f"{folder}: no model.safetensors in it; save with safetensors, and resume from that")
+        stored = stored_tensors(files)
         strange = sorted(name for name, tensor in stored.items() if tensor.dtype not in DTYPES)
         self._stored = {known.aliases.get(name, name): tensor for name, tensor in stored.items() if name not in strange}
         self.shapes: Mapping[str, Sequence[int]] = {

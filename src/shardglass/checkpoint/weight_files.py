@@ -7,7 +7,8 @@ header (JSON: name → dtype, shape and byte range), the bytes (source: safetens
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,14 @@ from shardglass.errors import ModelError
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """dtypes of weights; a file with another one is read by transformers."""
 
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+"""Names that transformers gives them, the first that is there counts; the index names several files."""
+
 MOST_HEADER = 100 << 20
 """Bytes of a header that safetensors allows."""
+
+COPY_AGAIN = "copy it again, or download it anew"
+"""What to do about a broken file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +49,48 @@ class StoredTensor:
     nbytes: int
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor] | None:
-    """Every tensor of the model in a folder by name; None if its weights are in no safetensors files.
+def files_in(folder: Path) -> list[Path] | None:
+    """The safetensors files of a model in a folder; None if its weights are in none.
+
+    Raises:
+        ModelError: The index is broken.
+    """
+    for name in SAFETENSORS:
+        path = folder / name
+        if path.is_file():
+            return [folder / file for file in named_in(path)] if path.suffix == ".json" else [path]
+    return None
+
+
+def named_in(index: Path) -> list[str]:
+    """The files that an index of weights names.
+
+    Raises:
+        ModelError: It is no index.
+    """
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [str(file) for file in dict.fromkeys(weight_map.values())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: not an index of weights: {type(error).__name__}: {error}") from error
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Every tensor of safetensors files, by name.
 
     Raises:
         ModelError: A file is missing, or is no safetensors file.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = dict.fromkeys(weight_map.values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index}: not an index of weights: {type(error).__name__}: {error}") from error
-    elif (folder / "model.safetensors").is_file():
-        names = {"model.safetensors": None}
-    else:
-        return None
-    return {name: tensor for file in names for name, tensor in _tensors_in(folder / file)}
+    return {name: tensor for file in files for name, tensor in _tensors_in(file)}
+
+
+def check_header(path: Path) -> None:
+    """Read what a file says of itself.
+
+    Raises:
+        ModelError: It is missing, cut off, or no safetensors file.
+    """
+    deque(_tensors_in(path), maxlen=0)
 
 
 def _tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
@@ -73,14 +104,14 @@ def _tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= min(MOST_HEADER, size - 8):
-                raise ModelError(f"{path}: not a safetensors file, or cut off: copy it again")
+                raise ModelError(f"{path}: not a safetensors file, or cut off: {COPY_AGAIN}")
             header = json.loads(file.read(length))
         for name, row in header.items():
             if name == "__metadata__":
                 continue
             low, high = row["data_offsets"]
             if not 0 <= low <= high <= size - 8 - length:
-                raise ModelError(f"{path}: {name} lies behind the end of the file, which was cut off: copy it again")
+                raise ModelError(f"{path}: {name} lies behind the end of the file, which was cut off: {COPY_AGAIN}")
             yield (
                 name,
                 StoredTensor(
@@ -90,7 +121,7 @@ def _tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path}: not a safetensors file: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{path}: not a safetensors file: {COPY_AGAIN} ({type(error).__name__}: {error})") from error
 
 
 class FileWeights:

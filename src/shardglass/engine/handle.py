@@ -3,7 +3,7 @@
 Owns the public face of the engine.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from shardglass.engine import registry
 from shardglass.engine.buffers import ParamBuffer
-from shardglass.engine.inventory import HeldTensor, inventory, tensors_by_category
+from shardglass.engine.inventory import HeldTensor, bytes_by_category, inventory, tensors_by_category
 from shardglass.engine.links import GroupApart
 from shardglass.engine.optim import OwnedRun
 from shardglass.engine.parts import Parts
 from shardglass.engine.runtime import Runtime
-from shardglass.engine.state import Piece, StateKind, TrainingState
+from shardglass.engine.state import Piece, StateKind, TrainingState, copied_state
 from shardglass.engine.units import Named, parameters_named
 from shardglass.errors import UsageError
 from shardglass.layout import Layout, params_in_partition, params_not_in_partition
@@ -88,7 +88,7 @@ class Handle:
         Returns:
             The norm before, a 0-d fp32 tensor, equal on all ranks; computed in fp64 to a relative 1e-6.
         """
-        self._check_open()
+        self._check_usable()
         if not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_({max_norm}): the norm must be 0 or above")
         self._runtime.prepare_step()
@@ -102,7 +102,7 @@ class Handle:
         The next backward outside, or the step, reduces the sum. Costs a whole gradient in the accumulation dtype a
         rank.
         """
-        self._check_open()
+        self._check_usable()
         grads = self._parts.grads
         before, grads.local_mode = grads.local_mode, True
         try:
@@ -126,7 +126,7 @@ class Handle:
         Returns:
             The number of blocks; 0 if the model has none.
         """
-        self._check_open()
+        self._check_usable()
         return self._runtime.compile_units(**options)
 
     def abandon_step(self) -> None:
@@ -134,7 +134,7 @@ class Handle:
 
         Ranks may have failed at different places of backward: what one has reduced already, all reduce.
         """
-        self._check_open()
+        self._check_usable()
         self._runtime.break_off()
         self._parts.grads.abandon()
         self._runtime.clear()
@@ -146,7 +146,7 @@ class Handle:
         ``abandon_step``. A rank that ends its backward instead waits there for the others' gradients, and the run ends
         with an error at the timeout. Where parameters are whole nobody waits in forward, and this does nothing.
         """
-        self._check_open()
+        self._check_usable()
         self._runtime.break_off()
 
     def wait(self) -> None:
@@ -163,9 +163,9 @@ class Handle:
                 then is lost at stage 3, and at other stages makes ranks differ.
 
         Raises:
-            UsageError: No parameter or module has this name, or there is no such rank.
+            UsageError: No parameter or module has this name, there is no such rank, or parameters were replaced.
         """
-        self._check_open()
+        self._check_usable()
         places = [self.layout.find(name) for name in parameters_named(self._model, what)]
         if modifier_rank is not None and modifier_rank not in range(self.world_size):
             raise UsageError(f"gathered(modifier_rank={modifier_rank!r}): the ranks are 0 to {self.world_size - 1}")
@@ -175,6 +175,7 @@ class Handle:
         try:
             yield
             if modifier_rank is not None:
+                self._runtime.check_unchanged()  # what was put in place of a parameter is no change of it
                 self._parts.gathers.take_over(places, modifier_rank)
         finally:
             self._parts.gathers.unpin(units)
@@ -190,20 +191,12 @@ class Handle:
         Returns:
             Every name of ``model.state_dict()``, in the model's dtype and the original shapes; on other ranks than 0
             nothing with ``rank0_only``.
+
+        Raises:
+            UsageError: Parameters were replaced or added since ``shard``; names them.
         """
-        self._check_open()
-        keeps = self.rank == 0 or not rank0_only
-        copies: dict[int, Tensor] = {}
-        for buffers in self._parts.gathers.each_unit_whole():
-            for param in (p for buffer in buffers for p in buffer.params if keeps):
-                copies[id(param)] = param.detach().to("cpu", copy=True).contiguous()
-        if not keeps:
-            return {}
-        whole = self._model.state_dict(keep_vars=True)
-        for tensor in whole.values():
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach().to("cpu", copy=True).contiguous()
-        return {name: copies[id(tensor)] for name, tensor in whole.items()}
+        self._check_usable()
+        return copied_state(self._model, self._parts.gathers.each_unit_whole(), keeps=self.rank == 0 or not rank0_only)
 
     def state_of(self, name: str) -> dict[str, Tensor]:
         """Everything the ranks hold of one parameter, whole; collective.
@@ -219,7 +212,7 @@ class Handle:
         Raises:
             UsageError: No parameter has this name.
         """
-        self._check_open()
+        self._check_usable()
         name = self._first_name(name)
         b, k = self.layout.find(name)
         self._parts.gathers.settle()
@@ -273,7 +266,7 @@ class Handle:
         Raises:
             UsageError: Gradients are accumulated: they are in no checkpoint.
         """
-        self._check_open()
+        self._check_usable()
         self._runtime.end_backward()
         self._runtime.take_note_of_clear()
         if any(bucket.total_full or bucket.has_local for bucket in self._parts.grads.buckets):
@@ -290,7 +283,7 @@ class Handle:
         Args:
             states: By trainable parameter, the optimizer states that are stored of it; None leaves the present ones.
         """
-        self._check_open()
+        self._check_usable()
         self._runtime.clear()
         self._parts.gathers.settle()
         return self._state.to_load(states)
@@ -350,8 +343,7 @@ class Handle:
             "parameters", "master weights" (0 if they are the parameters themselves), "gradients",
             "optimizer <state>" for each state, and "communication".
         """
-        seen: set[int] = set()
-        return {name: _bytes_of(tensors, seen) for name, tensors in self.tensors_by_category().items()}
+        return bytes_by_category(self.tensors_by_category())
 
     def tensors_by_category(self) -> dict[str, list[Tensor]]:
         """The tensors that ``memory`` counts; those of two categories may share a storage, which is the first's."""
@@ -382,9 +374,11 @@ class Handle:
         """Whether ``close`` was called."""
         return self._closed
 
-    def _check_open(self) -> None:
+    def _check_usable(self) -> None:
+        """Refuse to go on where the handle is closed, or the model has other parameters than in ``shard``."""
         if self._closed:
             raise UsageError("this handle is closed; call shard() again")
+        self._runtime.check_unchanged()
 
     def __repr__(self) -> str:
         """State in one line, without a collective."""
@@ -394,14 +388,3 @@ class Handle:
         skipped = f", {self.steps_skipped} skipped" if self.steps_skipped else ""
         line = rank_line(self.layout, self.rank, whole=not self.options.rules.shards_state)
         return f"{line} · {stage}, step {step}{skipped}"
-
-
-def _bytes_of(tensors: Sequence[Tensor], seen: set[int]) -> int:
-    """Bytes of the storages behind the tensors that were not counted yet."""
-    total = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            total += storage.nbytes()
-    return total

@@ -4,7 +4,7 @@ Owns the lists of the native engine's tensors. Leaves to ``lens`` what is said a
 tensors in the same form.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,3 +95,20 @@ def _held(buffer: int, kind: str, tensor: Tensor, attribute: str, *, cut: bool, 
     with torch.no_grad():
         flat = tensor.detach()
     return HeldTensor(buffer=buffer, kind=kind, cut=cut, first=first, tensor=flat, attribute=attribute)
+
+
+def bytes_by_category(categories: Mapping[str, Sequence[Tensor]]) -> dict[str, int]:
+    """Bytes of the storages behind the tensors; one that stands in two categories counts in the first."""
+    seen: set[int] = set()
+    return {name: _bytes_of(tensors, seen) for name, tensors in categories.items()}
+
+
+def _bytes_of(tensors: Sequence[Tensor], seen: set[int]) -> int:
+    """Bytes of the storages behind the tensors that were not counted yet."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total

@@ -24,7 +24,8 @@ from shardglass.engine.grads import Bucket
 from shardglass.engine.hook import ModuleHook
 from shardglass.engine.parts import Parts
 from shardglass.engine.placeholder import GradientElsewhere
-from shardglass.engine.units import Unit, place_of
+from shardglass.engine.unchanged import SameParams, first_few
+from shardglass.engine.units import Unit
 from shardglass.errors import UsageError
 
 AMP_MARK = "_step_supports_amp_scaling"
@@ -43,7 +44,7 @@ class Runtime:
         self._placeholders: list[tuple[nn.Parameter, GradientElsewhere]] = []
         self._params = {name: p for unit in units for name, p in unit.params.items()}
         self._trainable = {name: p.requires_grad for name, p in self._params.items()}
-        self._places = {name: place_of(p) for name, p in self._params.items()}
+        self._same = SameParams(model, self._params)
         self.owner: object = None  # the handle: it lives as long as the hooks, also if the user drops it
         self._hooks: list[Any] = []
         self._blocks = [module for unit in units if unit.is_block for module in unit.modules]
@@ -166,7 +167,7 @@ class Runtime:
         """Refuse a model whose parameters are no longer what was sharded.
 
         Raises:
-            UsageError: A parameter was frozen, thawed, or moved out of its buffer; names it.
+            UsageError: A parameter was frozen or thawed, or they are others; names it.
         """
         for name, param in self._params.items():
             if param.requires_grad is not self._trainable[name]:
@@ -175,11 +176,15 @@ class Runtime:
                     f"{name} was {was} when the model was sharded and is {now} now; call handle.close(), make the "
                     "optimizer anew and shard() again"
                 )
-            if place_of(param) != self._places[name]:
-                raise UsageError(
-                    f"{name} does not lie in the engine's buffer any more: model.to(), .half(), .bfloat16(), "
-                    "resize_token_embeddings() or an assignment to .data replaced it. Do that before shard()"
-                )
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Refuse a model that has other parameters than in ``shard``; see ``unchanged``.
+
+        Raises:
+            UsageError: Names them.
+        """
+        self._same.check()
 
     def _watch_outputs(self, output: object) -> None:
         """Put a gradient hook on every tensor the root returns, see [Note: end of backward]."""
@@ -277,11 +282,10 @@ class Runtime:
         if any(gone) or self._shards.was_cleared():
             self.clear()
 
-    def _names_of(self, params: Sequence[nn.Parameter], most: int = 3) -> str:
+    def _names_of(self, params: Sequence[nn.Parameter]) -> str:
         """Names of parameters, the first few."""
         ids = {id(p) for p in params}
-        names = [name for name, p in self._params.items() if id(p) in ids]
-        return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+        return first_few(name for name, p in self._params.items() if id(p) in ids)
 
     def clear(self) -> None:
         """Forget every gradient since the last step."""
@@ -294,7 +298,12 @@ class Runtime:
     # ---- step ----
 
     def prepare_step(self) -> None:
-        """Bring the accumulated gradients to their final state; collective."""
+        """Bring the accumulated gradients to their final state; collective.
+
+        Raises:
+            UsageError: The model has other parameters than it was sharded with.
+        """
+        self.check_unchanged()
         self.end_backward()
         self.take_note_of_clear()
         self._comm.position = f"step {self._grads.step}"

@@ -6,11 +6,11 @@ A piece is a run of one flattened tensor. The kinds of a trainable parameter are
 optimizer's state; of a frozen one "param". A scalar of the optimizer, such as "step", is a piece of one element.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardglass.engine.buffers import ParamBuffer
 from shardglass.engine.comm import Comm
@@ -244,3 +244,24 @@ def _within(owned: OwnedRun, piece: Slice) -> slice:
     """A slice's place in its run."""
     at = piece.offset - owned.run.start
     return slice(at, at + piece.length)
+
+
+def copied_state(model: nn.Module, units: Iterable[Sequence[ParamBuffer]], *, keeps: bool) -> dict[str, Tensor]:
+    """Copies of a model's state dict on the CPU; names that share a tensor share its copy.
+
+    Args:
+        model: The model.
+        units: Every unit's buffers, each whole while it is handed out, which may be a collective.
+        keeps: Whether this rank wants the copies, or only takes part.
+    """
+    copies: dict[int, Tensor] = {}
+    for buffers in units:
+        for param in (p for buffer in buffers for p in buffer.params if keeps):
+            copies[id(param)] = param.detach().to("cpu", copy=True).contiguous()
+    if not keeps:
+        return {}
+    whole = model.state_dict(keep_vars=True)
+    for tensor in whole.values():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().to("cpu", copy=True).contiguous()
+    return {name: copies[id(tensor)] for name, tensor in whole.items()}

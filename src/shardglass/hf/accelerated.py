@@ -9,6 +9,8 @@ from typing import Any
 from accelerate.utils import parse_choice_from_env
 from accelerate.utils.environment import get_int_from_env
 
+from shardglass.words import Words
+
 _ENGINES = {
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed plugin", "--use_deepspeed"),
     "ACCELERATE_USE_FSDP": ("FSDP plugin", "--use_fsdp"),
@@ -41,19 +43,20 @@ def other_engines(args: Any) -> list[str]:
     return faults
 
 
-def precision_fault(param_dtype: str) -> str | None:
+def precision_fault(param_dtype: str, words: Words) -> str | None:
     """Say that ``accelerate launch`` asks for another precision than the run has; None if not.
 
     Args:
         param_dtype: torch's name of the dtype the model computes in.
+        words: How the message names arguments.
     """
     asked = parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no").strip().lower()
     if asked in ("", "no") or _DTYPES.get(asked) == param_dtype:
         return None
     return (
         f"`accelerate launch` asks for mixed precision {asked} (ACCELERATE_MIXED_PRECISION in the environment), and "
-        f"the training arguments, which decide, for {param_dtype}: leave it out there, or give bf16=True "
-        "(--bf16 True) and --mixed_precision bf16"
+        f"{words.whole} for {param_dtype}, which counts: leave it out there, or give {words.given('bf16', value=True)} "
+        "here and --mixed_precision bf16 there"
     )
 
 

@@ -46,6 +46,7 @@ from shardglass.hf.help import show_help
 from shardglass.hf.mistakes import mistakes_told
 from shardglass.hf.rehearsal import training_faults
 from shardglass.hf.scan import Scanned, kinds_of, scan
+from shardglass.words import IN_PYTHON, ON_A_COMMAND_LINE, Words
 
 __all__ = [
     "Command",
@@ -56,6 +57,7 @@ __all__ = [
     "ZeroTrainingArguments",
     "check_plain_arguments",
     "parse_command",
+    "words_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -118,6 +120,11 @@ class ZeroTrainingArguments(EngineFlags, TrainingArguments):
     def _no_sync_in_gradient_accumulation(self) -> bool:
         """The Trainer's own value would be False while ``deepspeed`` is set; our engine knows ``no_sync``."""
         return True
+
+
+def words_of(args: Any) -> Words:
+    """How messages name training arguments, by where they came from."""
+    return IN_PYTHON if getattr(args, "explicit", None) is None else ON_A_COMMAND_LINE
 
 
 def check_plain_arguments(args: Any) -> None:

@@ -27,6 +27,7 @@ from shardglass.checkpoint.manifest import MANIFEST
 from shardglass.checkpoint.save import save_checkpoint, save_files
 from shardglass.engine.handle import Handle
 from shardglass.errors import CheckpointError, UsageError
+from shardglass.hf.arguments import words_of
 from shardglass.hf.resuming import ResumeMixin, check_position, find_checkpoint, resume_of
 from shardglass.hf.saving_beside import Beside
 
@@ -76,11 +77,13 @@ class CheckpointMixin(ResumeMixin):
             for left in output_dir.glob(f"{_SAVING}*"):  # of a run that was killed while it saved its model
                 shutil.rmtree(left, ignore_errors=True)
         self.accelerator.wait_for_everyone()  # type: ignore[attr-defined]
-        folder = find_checkpoint(wanted, output_dir)
+        words = words_of(self.args)
+        folder = find_checkpoint(wanted, output_dir, words)
         self._mine, self._resume, self.resume_note = [], None, None
         if folder is not None:
             position = self._position()
-            check_position(folder, position, ignore_data_skip=bool(self.args.ignore_data_skip))
+            skips = bool(self.args.ignore_data_skip)
+            check_position(folder, position, ignore_data_skip=skips, words=words)
             self._resume = resume_of(folder, position.get("samples"))
             self._mine = [path for number, path in numbered(output_dir) if number <= self._resume.step]
         has_state = self._resume is not None and self._resume.has_state
@@ -99,9 +102,10 @@ class CheckpointMixin(ResumeMixin):
         source = load_checkpoint(self._engine(), folder)
         done, last = self.state.global_step, self.state.max_steps
         if done >= last > 0:  # the Trainer would take one step more
+            words = words_of(self.args)
             raise CheckpointError(
                 f"{folder} is at step {done} and this run ends at step {last}: nothing is left to train; raise "
-                "--max_steps or --num_train_epochs to go on",
+                f"{words.named('max_steps')} or {words.named('num_train_epochs')} to go on",
                 is_shared=True,
             )
         rate_then = float(source.groups[0]["lr"]) if source.groups else None

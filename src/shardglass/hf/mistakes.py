@@ -6,16 +6,23 @@ exception that our own lines raise is a fault of ours and keeps its traceback, a
 training has begun.
 """
 
+import pickle
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from shardglass.errors import ConfigError, ShardglassError
+from shardglass.words import ON_A_COMMAND_LINE, Words
 
-THEIRS = (ValueError, TypeError, KeyError, RuntimeError, ImportError, OSError, SafetensorError)
+THEIRS = (ValueError, TypeError, KeyError, RuntimeError, ImportError, OSError, SafetensorError, StrictDataclassError)
 """Kinds that are taken for an answer to what the user gave; other kinds are faults of whoever raised them."""
+
+OF_A_FILE = (*THEIRS, pickle.UnpicklingError, EOFError, struct.error, IndexError, AttributeError, OverflowError)
+"""Kinds that come of reading a file of any content; for a call that does nothing but read one."""
 
 MOST_CHARACTERS = 400
 """Of a library's message; what follows is advice of many lines."""
@@ -54,19 +61,18 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} ..."
 
 
-def flag_meant(message: str, given: Mapping[str, object]) -> str | None:
-    """The given flag that a message speaks of, as ``--name value``; None if none or several are meant.
+def flag_meant(message: str, given: Mapping[str, object], words: Words = ON_A_COMMAND_LINE) -> str | None:
+    """The given flag that a message speaks of, as ``words`` give it; None if none or several are meant.
 
     A flag's name counts where it cannot be an ordinary word: with an underscore in it (``FlashAttention`` is
     ``flash_attention``), behind ``--`` or ``args.``, or between backticks. Where no name stands, a given value does.
     """
     by_name = [name for name in given if _speaks_of(name, message)]
-    words = {_squashed(word) for word in re.findall(r"[\w.-]+", message)}
-    by_value = [name for name, value in given.items() if _words_of(value) & words and not _FREE_TEXT.search(name)]
+    said = {_squashed(word) for word in re.findall(r"[\w.-]+", message)}
+    by_value = [name for name, value in given.items() if _words_of(value) & said and not _FREE_TEXT.search(name)]
     for found in (by_name, by_value):
         if len(found) == 1:
-            value = given[found[0]]
-            return f"--{found[0]} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+            return words.given(found[0], value=given[found[0]])
         if found:
             return None
     return None

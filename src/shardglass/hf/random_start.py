@@ -23,7 +23,8 @@ from transformers import initialization as init
 from shardglass.engine.sources import hollow_out, note_source
 from shardglass.engine.units import find_blocks
 from shardglass.errors import ModelError, UsageError
-from shardglass.hf.sharded_start import chosen_device, dtype_of_parameters, empty_model, to_device
+from shardglass.hf.open_options import OF_A_CONFIG, check_device, check_options
+from shardglass.hf.sharded_start import code_options, dtype_of_parameters, empty_model, to_device
 
 Initialise = Callable[[nn.Module], None]
 """Gives the parameters that a module has itself their first values."""
@@ -33,7 +34,7 @@ def new_model(
     config: PretrainedConfig,
     *,
     seed: int,
-    device: torch.device | None = None,
+    device: torch.device | str | int | None = None,
     **options: Any,
 ) -> Any:
     """A causal language model to be trained from nothing, without values; ``shard`` brings them. Every rank calls it.
@@ -43,8 +44,8 @@ def new_model(
         seed: Of the values, 0 to 2^63 - 1; the same on every rank, which ``shard`` checks. No generator of torch is
             moved.
         device: Where it is going to be; None is this rank's GPU, or the CPU where there is none.
-        options: ``dtype`` of the parameters, by default the config's or float32, and further arguments of
-            ``AutoModelForCausalLM.from_config``, such as ``attn_implementation``; None counts as absent.
+        options: ``dtype`` of the parameters, by default the config's or float32, ``attn_implementation``, and for a
+            model with code of its own ``trust_remote_code`` and ``code_revision``; None counts as absent.
 
     Returns:
         The model; once it is sharded it has the numbers of one process that makes it on the meta device, moves it to
@@ -52,19 +53,21 @@ def new_model(
 
     Raises:
         ModelError: It cannot be made, or cannot be drawn in parts; says why.
-        UsageError: The seed is none.
+        UsageError: The seed is none, an argument is none that can be used, or an option is not taken.
     """
     if not isinstance(config, PretrainedConfig):
-        raise ModelError(f"new_model({config!r}): not a config; AutoConfig.from_pretrained(name) reads one")
+        raise UsageError(f"new_model({config!r}): not a config; AutoConfig.from_pretrained(name) reads one")
     if type(seed) is not int or not 0 <= seed < 1 << 63:
         raise UsageError(f"new_model(seed={seed!r}): not a whole number from 0 to 2^63 - 1")
-    given = {key: value for key, value in options.items() if value is not None}
+    given = check_options("new_model", options, ("seed", "device"), OF_A_CONFIG)
+    place = check_device("new_model", device)
     dtype = dtype_of_parameters(given, config, {})
-    model = empty_model(f"new_model({type(config).__name__})", config, dtype, **given)
+    code = code_options(config, given, trust_remote_code=bool(given.get("trust_remote_code")))
+    given.pop("code_revision", None)
+    model = empty_model(f"new_model({type(config).__name__})", config, dtype, **given, **code)
     source = RandomWeights(copy.deepcopy(model), seed)
-    device = chosen_device(device)
-    hollow_out(model, device)
-    to_device(model, device)
+    hollow_out(model, place)
+    to_device(model, place)
     note_source(model, source)
     return model
 

@@ -29,7 +29,9 @@ from shardglass.checkpoint.folder import PREFIX, REPLACED, numbered
 from shardglass.checkpoint.kinds import kind_of
 from shardglass.checkpoint.manifest import read_manifest
 from shardglass.errors import CheckpointError
+from shardglass.hf.arguments import words_of
 from shardglass.hf.course import Batching, Course, Place, place_of
+from shardglass.words import IN_PYTHON, ON_A_COMMAND_LINE, Words
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +55,17 @@ def check_whole(folder: Path) -> None:
         read_manifest(folder)
 
 
-def find_checkpoint(wanted: str | bool | None, output_dir: Path) -> Path | None:  # noqa: FBT001
+def find_checkpoint(
+    wanted: str | bool | None,  # noqa: FBT001
+    output_dir: Path,
+    words: Words = IN_PYTHON,
+) -> Path | None:
     """Which checkpoint to resume from; None if none is asked for.
 
     Args:
         wanted: A folder, or True (also as text) for the last complete one in ``output_dir``.
         output_dir: The run's folder.
+        words: How the message names arguments.
 
     Raises:
         CheckpointError: The folder is no complete checkpoint, or there is none; says why for each.
@@ -81,8 +88,8 @@ def find_checkpoint(wanted: str | bool | None, output_dir: Path) -> Path | None:
             return folder
     listed = "".join(f"\n  {reason}" for reason in reasons)
     raise CheckpointError(
-        f"--resume_from_checkpoint True: {output_dir} has no complete {PREFIX}-N folder; leave the flag out to start "
-        f"anew{listed}"
+        f"{words.given('resume_from_checkpoint', value=True)}: {output_dir} has no complete {PREFIX}-N folder; leave "
+        f"the {words.one} out to start anew{listed}"
     )
 
 
@@ -94,13 +101,14 @@ def written_position(folder: Path) -> Mapping[str, Any]:
     return position
 
 
-def check_position(folder: Path, now: Mapping[str, Any], *, ignore_data_skip: bool) -> None:
+def check_position(folder: Path, now: Mapping[str, Any], *, ignore_data_skip: bool, words: Words = IN_PYTHON) -> None:
     """See that a checkpoint's place in the data means the same in this run.
 
     Args:
         folder: The checkpoint.
         now: World size, batch sizes, seed and, where the data has a length, samples of this run.
         ignore_data_skip: The user wants the epoch from its beginning.
+        words: How the message names arguments.
 
     Raises:
         CheckpointError: It does not; names every number that differs.
@@ -112,8 +120,8 @@ def check_position(folder: Path, now: Mapping[str, Any], *, ignore_data_skip: bo
         return
     rows = "".join(f"\n  {key}: {then[key]} there, {now[key]} here" for key in differing)
     text = (
-        f"{folder} was written by a run that drew its data otherwise; keep them, or give --ignore_data_skip True to "
-        f"begin the epoch anew:{rows}"
+        f"{folder} was written by a run that drew its data otherwise; keep them, or give "
+        f"{words.given('ignore_data_skip', value=True)} to begin the epoch anew:{rows}"
     )
     raise CheckpointError(text, is_shared=True)
 
@@ -125,7 +133,7 @@ def check_resume(wanted: str | bool | None, output_dir: Path) -> None:  # noqa: 
         CheckpointError: It is no complete checkpoint.
     """
     if not any(output_dir.glob(f".*.{REPLACED}")):  # a kill left work that ``train`` puts in order first
-        find_checkpoint(wanted, output_dir)
+        find_checkpoint(wanted, output_dir, ON_A_COMMAND_LINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +212,7 @@ class _From(Sampler[int]):
 
 
 @contextmanager
-def _from_sample(dataloader: Any, used: int) -> Iterator[None]:
+def _from_sample(dataloader: Any, used: int, words: Words) -> Iterator[None]:
     """Let a data loader begin its next epoch behind so many samples.
 
     Raises:
@@ -219,7 +227,7 @@ def _from_sample(dataloader: Any, used: int) -> Iterator[None]:
     if getattr(holder, "sampler", None) is None:
         raise CheckpointError(
             "the training data has no sampler, so it cannot go on in the middle of an epoch with other batches; keep "
-            "the world size and the batch sizes, or give --ignore_data_skip True"
+            f"the world size and the batch sizes, or give {words.given('ignore_data_skip', value=True)}"
         )
     whole, holder.sampler = holder.sampler, _From(holder.sampler, used)
     try:
@@ -329,7 +337,7 @@ class ResumeMixin:
             return
         given["steps_in_epoch"] = course.batching.micro_steps(course.left)
         given["num_update_steps_per_epoch"] = course.first_steps
-        with _from_sample(given["train_dataloader"], course.start.used):
+        with _from_sample(given["train_dataloader"], course.start.used, words_of(self.args)):
             super()._run_epoch(*args, **given)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -11,6 +11,7 @@ and one unit.
 """
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,26 +19,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from shardglass.checkpoint.weight_files import DTYPES, FileWeights, StoredTensor, stored_tensors
+from shardglass.checkpoint.weight_files import DTYPES, SAFETENSORS, FileWeights, StoredTensor, stored_tensors
 from shardglass.engine.sources import hollow_out, note_source
 from shardglass.errors import ModelError
-from shardglass.hf.load import load_config_of, load_model
-from shardglass.hf.mistakes import THEIRS, one_line
+from shardglass.hf.load import check_model_path, files_to_load, load_config_of, load_model
+from shardglass.hf.mistakes import THEIRS, flag_meant, one_line
+from shardglass.hf.model_files import check_file, hub_options, weight_files
+from shardglass.hf.open_options import OF_FILES, check_device, check_name, check_options
+from shardglass.words import IN_PYTHON, Words
 
 log = logging.getLogger(__name__)
 
 
 def open_model(
-    name: str,
+    name: str | os.PathLike[str],
     *,
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
-    device: torch.device | None = None,
+    device: torch.device | str | int | None = None,
     is_main: bool | None = None,
     **options: Any,
 ) -> Any:
@@ -50,27 +53,49 @@ def open_model(
         device: Where it is going to be; None is this rank's GPU, or the CPU where there is none.
         is_main: Whether this is rank 0; None asks torch.distributed, and is every process as long as that is not
             initialised.
-        options: ``dtype``, ``attn_implementation`` and ``gguf_file`` as ``from_pretrained`` takes them; None counts
-            as absent.
+        options: As ``from_pretrained`` takes them: ``revision``, ``token``, ``local_files_only``, ``subfolder``,
+            ``variant``, ``gguf_file``, ``code_revision``, ``dtype`` and ``attn_implementation``; None counts as absent.
 
     Returns:
-        The model; once it is sharded it has the numbers that ``load_model`` gives.
+        The model; once it is sharded it has the numbers that ``from_pretrained`` gives.
 
     Raises:
         ModelError: It cannot be opened; says why.
+        UsageError: An argument is none that can be used, or an option is not taken; says what to do instead.
     """
-    device = chosen_device(device)
+    own = ("cache_dir", "trust_remote_code", "device", "is_main")
+    name = check_name("open_model", name)
+    given = check_options("open_model", {"cache_dir": cache_dir, **options}, own, OF_FILES)
+    place = check_device("open_model", device)
+    check_model_path(name, subfolder=given.get("subfolder"), gguf_file=given.get("gguf_file"))
     if is_main is None:
         is_main = not dist.is_initialized() or dist.get_rank() == 0
-    where: dict[str, Any] = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
+    return open_hollow(name, IN_PYTHON, place, is_main=is_main, trust_remote_code=trust_remote_code, **given)
+
+
+def open_hollow(
+    name: str, words: Words, device: torch.device, *, is_main: bool, trust_remote_code: bool, **options: Any
+) -> Any:
+    """What ``open_model`` does once its arguments are checked.
+
+    Args:
+        name: A folder or a hub id.
+        words: How messages name arguments.
+        device: Where it is going to be.
+        is_main: Whether this is rank 0.
+        trust_remote_code: Run code that comes with the model.
+        options: As ``open_model`` takes them.
+    """
     given = {key: value for key, value in options.items() if value is not None}
-    gguf = given.pop("gguf_file", None)
-    config = load_config_of(name, **where, gguf_file=gguf)
-    renames = bool(get_checkpoint_conversion_mapping(config.model_type))
-    stored = _files_of(name, cache_dir) if gguf is None and not renames else None
+    hub = hub_options(given)
+    of_code = {"code_revision": given["code_revision"]} if "code_revision" in given else {}
+    config = load_config_of(
+        name, words=words, trust_remote_code=trust_remote_code, gguf_file=given.get("gguf_file"), **hub, **of_code
+    )
+    stored = _stored(name, config, given, is_main=is_main)
     dtype = dtype_of_parameters(given, config, stored or {})
-    model = _hollow_model(name, config, dtype, trust_remote_code=trust_remote_code, **given)
-    reason = "its weights are in no safetensors files of its own names" if stored is None else _misfit(model, stored)
+    model = _hollow_model(name, config, dtype, words, trust_remote_code=trust_remote_code, given=given)
+    reason = _NO_FILES if stored is None else _misfit(model, stored, words)
     dtypes = {key: p.dtype for key, p in model.named_parameters()}
     hollow_out(model, device)
     if reason is None and stored is not None:
@@ -80,7 +105,7 @@ def open_model(
             _tell_unused(name, model, stored)
     elif is_main:
         log.warning("%s: %s, so rank 0 loads it whole and spreads it", name, reason)
-        loaded = load_model(name, **where, **options)
+        loaded = load_model(name, words=words, trust_remote_code=trust_remote_code, **options)
         for key, buffer in _persistent_buffers(loaded).items():
             model.get_buffer(key).copy_(buffer)  # rank 0's are spread too
         note_source(model, _LoadedWeights(loaded))
@@ -88,11 +113,8 @@ def open_model(
     return model
 
 
-def chosen_device(device: torch.device | None) -> torch.device:
-    """The device given, or this rank's GPU, or the CPU where there is none."""
-    if device is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+_NO_FILES = "its weights are in no safetensors files of its own names"
+"""Why rank 0 loads a model that ``_stored`` finds nothing for."""
 
 
 def to_device(model: nn.Module, device: torch.device) -> None:
@@ -117,32 +139,33 @@ class _LoadedWeights:
         return flat[start:stop]
 
 
-def _files_of(name: str, cache_dir: str | None) -> dict[str, StoredTensor] | None:
-    """The tensors of a folder, or of a model on the hub, which is downloaded.
+def _stored(name: str, config: Any, given: Mapping[str, Any], *, is_main: bool) -> dict[str, StoredTensor] | None:
+    """The tensors of safetensors files that have the model's own names; None if rank 0 has to load it.
 
     Raises:
         ModelError: A file is broken.
     """
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        try:
-            patterns = ["*.safetensors", "*.safetensors.index.json", "*.json"]
-            folder = Path(snapshot_download(name, cache_dir=cache_dir, allow_patterns=patterns))
-        except THEIRS:
-            return None  # loading it says why, or finds another way
-    return stored_tensors(folder)
+    hub, variant = hub_options(given), given.get("variant")
+    files = None if "gguf_file" in given else weight_files(name, SAFETENSORS, hub, variant)
+    if files is None and (is_main or Path(name).is_dir()):  # what rank 0 alone reads is downloaded there alone
+        for file in files_to_load(name, given):
+            check_file(file)
+    if files is None:
+        return None
+    for file in files:
+        check_file(file)
+    return None if get_checkpoint_conversion_mapping(config.model_type) else stored_tensors(files)
 
 
 def dtype_of_parameters(options: dict[str, Any], config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     """The dtype of the parameters as ``from_pretrained`` chooses it: asked for, the config's, or the checkpoint's.
 
-    Takes ``dtype``, or ``torch_dtype``, its older name, out of the options.
+    Takes ``dtype`` out of the options.
 
     Raises:
         ModelError: There is no such dtype.
     """
-    older = options.pop("torch_dtype", "auto")
-    wanted = options.pop("dtype", older)
+    wanted = options.pop("dtype", "auto")
     if isinstance(wanted, torch.dtype):
         return wanted
     if wanted != "auto":
@@ -155,7 +178,7 @@ def dtype_of_parameters(options: dict[str, Any], config: Any, stored: Mapping[st
     return next((DTYPES[t.dtype] for t in stored.values() if t.dtype in DTYPES), torch.float32)
 
 
-def empty_model(what: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
+def empty_model(what: str, config: Any, dtype: torch.dtype, words: Words = IN_PYTHON, **options: Any) -> Any:
     """The model with parameters on the meta device and buffers that are computed.
 
     Raises:
@@ -165,23 +188,42 @@ def empty_model(what: str, config: Any, dtype: torch.dtype, **options: Any) -> A
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except THEIRS as error:
-        raise ModelError(f"{what} cannot be made: {one_line(error)}") from error
+        meant = flag_meant(str(error), options, words)
+        raise ModelError(f"{meant or f'{what} cannot be made'}: {one_line(error)}") from error
     model.tie_weights()  # that it was tied is lost where parameters were put on the meta device one by one
     return model
 
 
-def _hollow_model(name: str, config: Any, dtype: torch.dtype, **options: Any) -> Any:
+def _hollow_model(
+    name: str, config: Any, dtype: torch.dtype, words: Words, *, trust_remote_code: bool, given: Mapping[str, Any]
+) -> Any:
     """As ``from_pretrained`` gives it, but for the values."""
-    model = empty_model(f"--model_name_or_path: {name}", config, dtype, **options)
+    options = {"trust_remote_code": trust_remote_code}
+    options |= {key: given[key] for key in ("attn_implementation",) if key in given}
+    options |= code_options(config, given, trust_remote_code=trust_remote_code)
+    model = empty_model(f"{words.model}: {name}", config, dtype, words, **options)
     if model.can_generate():
         try:
-            model.generation_config = GenerationConfig.from_pretrained(name)
+            model.generation_config = GenerationConfig.from_pretrained(name, **hub_options(given))
         except OSError:
             log.debug("%s has no generation config", name)
     return model.eval()
 
 
-def _misfit(model: Any, stored: Mapping[str, StoredTensor]) -> str | None:
+def code_options(config: Any, given: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
+    """Which revision of a model's own code to run, as ``from_pretrained`` chooses it: that of the code, or the model's.
+
+    Nothing for a model of transformers, whose class takes no such option.
+    """
+    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if own is None or not trust_remote_code:
+        return {}
+    elsewhere = "--" in str(own)  # the code is in another repository, which has revisions of its own
+    revision = given.get("code_revision") or (None if elsewhere else given.get("revision"))
+    return {} if revision is None else {"code_revision": revision}
+
+
+def _misfit(model: Any, stored: Mapping[str, StoredTensor], words: Words) -> str | None:
     """Why the files do not give this model as they are: the first parameter or buffer that differs; None if they do.
 
     Raises:
@@ -195,7 +237,7 @@ def _misfit(model: Any, stored: Mapping[str, StoredTensor]) -> str | None:
     ]
     if other:
         shown = "; ".join(other[:5]) + (f"; and {len(other) - 5} more" if len(other) > 5 else "")
-        raise ModelError(f"--model_name_or_path: config.json and weights are not of one model: {shown}")
+        raise ModelError(f"{words.model}: config.json and weights are not of one model: {shown}")
     for name, tensor in kept.items():
         found = stored.get(name)
         if found is None:

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardglass.errors import ShardglassError
 from shardglass.hf.arguments import Command, parse_command
-from shardglass.hf.data import ConversationDataset, DataOptions, build_collator, build_dataset, load_conversations
+from shardglass.hf.data import DataOptions, build_collator, build_dataset, load_conversations
 from shardglass.hf.debugging import DEBUGGED, held_note, name_process, run_free, wait_for_debugger
 from shardglass.hf.flags import flags_error, look_steps
 from shardglass.hf.lifeline import Lifeline
@@ -36,12 +36,13 @@ from shardglass.hf.rehearsal import check_optimizer, check_schedule
 from shardglass.hf.resolved_file import ResolvedConfigCallback
 from shardglass.hf.resuming import check_resume, is_asked_for
 from shardglass.hf.run_planning import RunToPlan, planned_engine
-from shardglass.hf.sharded_start import open_model
+from shardglass.hf.sharded_start import open_hollow
 from shardglass.hf.summary import SummaryCallback
 from shardglass.hf.trainer import ZeroTrainer, resolve_run
 from shardglass.options import STAGES
 from shardglass.report.terminal import render_summary
 from shardglass.resolve import Resolved, note_of_short_data
+from shardglass.words import ON_A_COMMAND_LINE
 
 GRACE_S = 5.0
 """Seconds rank 0 has to say a mistake that every rank found."""
@@ -179,24 +180,16 @@ def build_trainer(
         ShardglassError: Flags, config, data, tokenizer or model cannot be used; nothing was written.
     """
     model_args, data_args, training = command.model, command.data, command.training
-    options = DataOptions(
-        label_policy=data_args.label_policy,
-        model_max_length=training.model_max_length,
-        lazy=data_args.lazy_preprocess,
-        skip_bad_records=data_args.skip_bad_records,
-    )
-    check_model_path(model_args.model_name_or_path)
-    where: dict[str, Any] = {
-        "cache_dir": model_args.cache_dir,
-        "trust_remote_code": model_args.trust_remote_code,
-    }
-    config = load_config_of(model_args.model_name_or_path, **where)
+    options = _data_options(command)
+    words, name = ON_A_COMMAND_LINE, model_args.model_name_or_path
+    check_model_path(name, words=words)
+    where: dict[str, Any] = {"cache_dir": model_args.cache_dir, "trust_remote_code": model_args.trust_remote_code}
+    config = load_config_of(name, words=words, **where)
     records = load_conversations(data_args.data_path, skip_bad_records=options.skip_bad_records, is_main=is_main)
-    tokenizer = load_tokenizer(model_args.model_name_or_path, **where)
+    tokenizer = load_tokenizer(name, words=words, **where)
     train_data = build_dataset(records, tokenizer, options, is_main=is_main)
-    eval_data: ConversationDataset | None = None
-    if data_args.eval_data_path:
-        eval_data = build_dataset(data_args.eval_data_path, tokenizer, options, is_main=is_main)
+    eval_path = data_args.eval_data_path
+    eval_data = build_dataset(eval_path, tokenizer, options, is_main=is_main) if eval_path else None
     check_resume(training.resume_from_checkpoint, Path(str(training.output_dir)))
     # The Trainer resolves it again; here a wrong config is found before the weights are read.
     resolved = resolve_run(training)
@@ -212,11 +205,7 @@ def build_trainer(
         decides=training.device.type == "cuda" or int(os.environ.get("LOCAL_RANK", "0")) == 0,
         console=Console(soft_wrap=True) if is_main else None,
     )
-    given = {"attn_implementation": model_args.attn_implementation, "dtype": model_args.dtype, **where}
-    if STAGES[resolved.stage].shards_params:
-        model = open_model(model_args.model_name_or_path, device=training.device, is_main=is_main, **given)
-    else:
-        model = load_model(model_args.model_name_or_path, **given)
+    model = _load(command, where, hollow=STAGES[resolved.stage].shards_params, is_main=is_main)
     if "log_level_replica" not in command.given:
         training.log_level_replica = "error"  # the Trainer sets transformers' verbosity anew: rank 0 alone speaks
     prepare_for_training(model, tokenizer, recomputes=_recomputes(training))
@@ -229,15 +218,30 @@ def build_trainer(
             data_collator=build_collator(tokenizer, options),
             processing_class=tokenizer,
         )
-    looking = LookCallback(
-        trainer,
-        steps=look_steps(command.look.look),
-        signal=signal,
-        engine=partial(planned_engine, run),
-        say=_say if is_main else None,
+    steps, say = look_steps(command.look.look), _say if is_main else None
+    trainer.add_callback(
+        LookCallback(trainer, steps=steps, signal=signal, engine=partial(planned_engine, run), say=say)
     )
-    trainer.add_callback(looking)
     return trainer, [*trainer.resolved.notes, *([short] if short else [])]
+
+
+def _data_options(command: Command) -> DataOptions:
+    """How the data file becomes batches."""
+    return DataOptions(
+        label_policy=command.data.label_policy,
+        model_max_length=command.training.model_max_length,
+        lazy=command.data.lazy_preprocess,
+        skip_bad_records=command.data.skip_bad_records,
+    )
+
+
+def _load(command: Command, where: Mapping[str, Any], *, hollow: bool, is_main: bool) -> Any:
+    """The model, or with ``hollow`` without values until it is sharded."""
+    model, words = command.model, ON_A_COMMAND_LINE
+    given = {"attn_implementation": model.attn_implementation, "dtype": model.dtype, **where}
+    if hollow:
+        return open_hollow(model.model_name_or_path, words, command.training.device, is_main=is_main, **given)
+    return load_model(model.model_name_or_path, words=words, **given)
 
 
 def _run_to_plan(command: Command, resolved: Resolved, config: Any, longest: int | None) -> RunToPlan:

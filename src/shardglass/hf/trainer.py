@@ -35,7 +35,7 @@ from shardglass.engine.shard import shard
 from shardglass.engine.sources import is_hollow
 from shardglass.errors import ConfigError, UsageError
 from shardglass.hf.accelerated import precision_fault
-from shardglass.hf.arguments import ZeroTrainingArguments, check_plain_arguments
+from shardglass.hf.arguments import ZeroTrainingArguments, check_plain_arguments, words_of
 from shardglass.hf.checkpoints import CheckpointMixin
 from shardglass.hf.flags import optim_fault
 from shardglass.hf.generation import keep_ranks_together
@@ -176,7 +176,8 @@ class ZeroMixin(CheckpointMixin):
             return
         options = {key: value for key, value in plugin.to_kwargs().items() if key != "use_regional_compilation"}
         if self._live_handle().compile_units(**options) == 0:
-            log.warning("--torch_compile: the model has no list of blocks, so nothing is compiled")
+            name = words_of(self.args).named("torch_compile")
+            log.warning("%s: the model has no list of blocks, so nothing is compiled", name)
 
     def engine_options(self) -> EngineOptions:
         """The engine's options of this run."""
@@ -252,7 +253,8 @@ class ZeroMixin(CheckpointMixin):
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"rank {self.args.process_index} ran out of memory and other ranks did not ({error}); "
-                    "auto_find_batch_size needs all to run out alike: give a smaller --per_device_train_batch_size"
+                    "auto_find_batch_size needs all to run out alike: give a smaller "
+                    f"{words_of(self.args).named('per_device_train_batch_size')}"
                 ) from error
             time.sleep(0.05)
 
@@ -343,7 +345,7 @@ def resolve_run(args: Any, zero_config: ZeroConfig | None = None) -> Resolved:
         stage=getattr(args, "zero_stage", None),
         final=False,
     )
-    fault = precision_fault(resolved.param_dtype)
+    fault = precision_fault(resolved.param_dtype, words_of(args))
     if fault is not None:
         raise ConfigError(fault)
     return resolved

@@ -10,6 +10,7 @@ from typing import TypeVar
 from shardglass.config.readers import show
 from shardglass.errors import ConfigError
 from shardglass.resolve.values import ResolvedValue, RunArguments, Source, Used
+from shardglass.words import IN_PYTHON, ON_A_COMMAND_LINE, Words
 
 T = TypeVar("T")
 
@@ -25,33 +26,12 @@ class Contradiction:
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """How messages speak of the arguments.
-
-    Attributes:
-        whole: All of them.
-        one: One of them.
-        dashes: What stands before a name.
-        drop: How one is not given.
-    """
-
-    whole: str
-    one: str
-    dashes: str
-    drop: str
-
-
-_ON_A_COMMAND_LINE = Words(whole="the command line", one="flag", dashes="--", drop="drop the flag")
-_IN_PYTHON = Words(whole="the training arguments", one="argument", dashes="", drop="leave the argument out")
-
-
 class Filler:
     """Collects the values of one run, and every fault on the way; ``finish`` raises them together."""
 
     def __init__(self, args: RunArguments, source: str | None) -> None:
         self.args = args
-        self.words = _ON_A_COMMAND_LINE if args.from_command else _IN_PYTHON
+        self.words = ON_A_COMMAND_LINE if args.from_command else IN_PYTHON
         self.source = self.words.whole if source is None else source
         self.values: dict[str, ResolvedValue] = {}
         self.contradictions: list[Contradiction] = []
@@ -66,7 +46,7 @@ class Filler:
 
     def named(self, flag: str) -> str:
         """An argument as the user wrote it: ``--learning_rate``, or ``learning_rate`` in Python."""
-        return f"{self.words.dashes}{flag}"
+        return self.words.named(flag)
 
     def note_idle(self, why: str, *flags: str) -> None:
         """Say that those of ``flags`` that the user gave do nothing."""

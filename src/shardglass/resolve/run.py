@@ -116,8 +116,9 @@ def _fill_rest(config: DeepSpeedConfig, filler: Filler, rules: Stage) -> None:
             filler.put(given.key, value, "json", "honoured" if effect else "no effect")
         if given.status is Status.NO_EFFECT or is_idle:
             without_effect.setdefault(section, []).append(name)
-            if given.say and given.say not in remarks:
-                remarks.append(given.say)
+            remark = filler.words.spoken(given.say)
+            if remark and remark not in remarks:
+                remarks.append(remark)
     if without_effect:
         parts = [name for name in without_effect.pop("", [])]
         parts += [f"{section} ({', '.join(names)})" for section, names in without_effect.items()]
