@@ -107,6 +107,8 @@ class Gradients:
         self.observations: list[Observation] = []
         self.note = 0  # a number of the caller's that ranks exchange at the end of a round
         self.notes: list[int] = []  # of every rank, of the last round
+        self.flag = 0  # 1: this rank wants all to know of something at the end of a round
+        self.flagged = False  # whether any rank wanted that, in the last round
         self._on_total: Callable[[Bucket], None] = _nothing
 
     def _bucket(self, buffer: ParamBuffer) -> Bucket:
@@ -277,12 +279,13 @@ class Gradients:
         while self._next < len(self.buckets):
             self._launch(self.buckets[self._next])
             self._next += 1
-        row = [self.step, self.micro_batch, self.note] + [int(b.late) for b in self.buckets]
+        row = [self.step, self.micro_batch, self.note, self.flag] + [int(b.late) for b in self.buckets]
         rows = self._comm.exchange_numbers("late gradients", row)
         self._check_together([r[:2] for r in rows])
         self.notes = [r[2] for r in rows]
+        self.flagged = any(r[3] for r in rows)
         for b, bucket in enumerate(self.buckets):
-            if any(r[3 + b] for r in rows):
+            if any(r[4 + b] for r in rows):
                 self._wait_for(bucket)
                 self._launch(bucket)
         while self._flying:

@@ -324,6 +324,15 @@ class Handle:
         group: dist.ProcessGroup = self._parts.comm.control
         return group
 
+    def raise_flag(self) -> None:
+        """Let all ranks see ``flagged`` from the end of the next backward on; from any thread, and on any rank."""
+        self._parts.grads.flag = 1
+
+    @property
+    def flagged(self) -> bool:
+        """Whether any rank had raised its flag before the last backward ended; the same on all ranks."""
+        return self._parts.grads.flagged
+
     def agree(self, what: str, value: Any) -> list[Any]:
         """Every rank's small picklable value, by rank; collective."""
         return self._parts.comm.exchange(what, value)

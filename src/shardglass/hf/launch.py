@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardglass.errors import ConfigError
 from shardglass.hf.flags import LaunchArguments, flags_error
-from shardglass.hf.lifeline import STOPS, saved
+from shardglass.hf.lifeline import NAMES, PREEMPTED_CODE, STOPS, saved
 from shardglass.hf.renamed import ALIASES
 from shardglass.hf.scan import Scanned, groups_of, kinds_of, scan
 
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 
 USER_FAULT = 2
 """Exit code of a mistake that the user can mend."""
+
+PREEMPTED = "SHARDGLASS_PREEMPTED"
+"""Environment variable: a file that rank 0 makes when the run was told to go and has saved."""
+
+SAVING_S = 600
+"""Seconds that ranks have to finish a step and to save, after SIGTERM to the launcher; torch's own are 30."""
 
 LAUNCHER = "SHARDGLASS_LAUNCHER"
 """Environment variable with the process id of the launcher, for the ranks that it starts."""
@@ -156,6 +163,8 @@ def launch(
     # Threads of all processes together fill the machine once; torchrun would give each process one thread.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
     environment[LAUNCHER] = str(os.getpid())
+    environment[PREEMPTED] = str(Path(tempfile.gettempdir(), f"shardglass-{os.getpid()}-saved"))
+    environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_S))
     # The failing rank has its say itself; the launcher's log would repeat it in its own form.
     logging.disable(logging.ERROR)
     try:
@@ -164,24 +173,28 @@ def launch(
         rank, failure = error.get_first_failure()
         return _failed(rank, failure, say)
     except SignalException as error:
+        if Path(environment[PREEMPTED]).exists():
+            return PREEMPTED_CODE
         raise Stopped(error.sigval) from None
     except DistError as error:
         raise ConfigError(
             f"the processes could not meet at {options.master_addr or 'this machine'}, port "
             f"{options.master_port or 'chosen freely'}: {_first_line(error)}\n  choose another --master_port"
         ) from None
+    finally:
+        Path(environment[PREEMPTED]).unlink(missing_ok=True)
     return 0
 
 
 def _failed(rank: int, failure: "ProcessFailure", say: Callable[[str], None]) -> int:
     """Say in one line who failed, unless that rank has said it in one line of its own; return the exit code."""
-    if failure.exitcode == USER_FAULT:
-        return USER_FAULT
+    if failure.exitcode in (USER_FAULT, PREEMPTED_CODE):
+        return failure.exitcode
     if failure.exitcode < 0:
         hint = ": the machine may have run out of memory" if failure.signal_name() == "SIGKILL" else ""
         say(f"rank {rank} was ended by {failure.signal_name()}{hint}")
         return 128 - failure.exitcode
-    if failure.exitcode - 128 in STOPS:
+    if failure.exitcode - 128 in NAMES:
         say(f"rank {rank} was stopped by {signal.Signals(failure.exitcode - 128).name}")
         return failure.exitcode
     told: Any = failure.message  # torch declares str, and gives the record of the error file

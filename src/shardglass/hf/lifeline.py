@@ -18,13 +18,26 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from shardglass.checkpoint.folder import numbered
 from shardglass.checkpoint.manifest import MANIFEST
 from shardglass.hf.output_folder import SUMMARY_FILE, model_files
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 STOPS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 """Signals that end a run, as they are called in messages."""
+
+PREEMPTS = {signal.SIGTERM: "SIGTERM", signal.SIGUSR2: "SIGUSR2"}
+"""Signals that let a run finish its step and save; at other times, and when they come again, they end it at once."""
+
+PREEMPTED_CODE = 75
+"""Exit code of a run that was told to go and has saved: EX_TEMPFAIL, "try again later" (source: BSD, sysexits.h)."""
+
+NAMES = {**STOPS, **PREEMPTS}
+"""All of them."""
 
 LOOK_S = 1.0
 """Seconds between two looks at the parent."""
@@ -40,6 +53,7 @@ class Lifeline:
 
     Attributes:
         output_dir: Where the run saves, once that is known.
+        preempt: While training is under way, what has it save and stop after the present step; else None.
     """
 
     def __init__(self, *, says_all: bool, says_signals: bool, parent: int | None) -> None:
@@ -51,6 +65,8 @@ class Lifeline:
             parent: Process id of the launcher, without which this process must not go on; None: go on alone.
         """
         self.output_dir: Path | None = None
+        self.preempt: Callable[[signal.Signals], None] | None = None
+        self._was_asked = False
         self._says_all, self._says_signals, self._parent = says_all, says_signals, parent
         self._began = time.time()
         self._ending = threading.Lock()
@@ -65,8 +81,9 @@ class Lifeline:
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._woken, False)
         if threading.current_thread() is threading.main_thread():
-            for number in STOPS:
+            for number in NAMES:
                 signal.signal(number, self._on_signal)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, set(NAMES))  # the launcher passes one on, see ``look_signal``
             signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=_let_go)  # signals of a data loader's worker are not ours
         if self._parent is not None and by_kernel and sys.platform == "linux":
@@ -78,14 +95,27 @@ class Lifeline:
             ready, _, _ = select.select([self._wake], [], [], LOOK_S)
             for byte in os.read(self._wake, 64) if ready else b"":
                 # Whoever took a signal over since has a plan of its own for it.
-                if byte in STOPS and signal.getsignal(byte) == self._on_signal:
-                    self._end(signal.Signals(byte))
+                if byte in NAMES and signal.getsignal(byte) == self._on_signal:
+                    self._on_byte(signal.Signals(byte))
             if self._is_orphan():
                 self._end(signal.SIGTERM)
 
+    def _on_byte(self, number: signal.Signals) -> None:
+        """A signal came: the first one that preempts is a wish, all others end the process."""
+        may_finish = number in PREEMPTS and self.preempt is not None and not self._was_asked
+        if not may_finish or self.preempt is None or (number == signal.SIGTERM and self._becomes_orphan()):
+            self._end(number)
+            return
+        self._was_asked = True
+        self.preempt(number)
+        if self._says_all:
+            line = f"\nshardglass: {PREEMPTS[number]}: finishing the step, then saving; once more stops at once\n"
+            os.write(2, line.encode())
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, if that gets round to it."""
-        self._end(signal.Signals(number))
+        """Runs in the main thread, if that gets round to it; the other thread knows which signals came before."""
+        if self.preempt is None or number not in PREEMPTS:
+            self._end(signal.Signals(number))
 
     def _is_orphan(self) -> bool:
         return self._parent is not None and os.getppid() != self._parent
@@ -102,7 +132,7 @@ class Lifeline:
             return  # the other thread is about it
         is_orphan = self._becomes_orphan() if number == signal.SIGTERM else self._is_orphan()
         if self._says_all and (is_orphan or self._says_signals):
-            why = "stopped, as its launcher is gone" if is_orphan else f"stopped by {STOPS[number]}"
+            why = "stopped, as its launcher is gone" if is_orphan else f"stopped by {NAMES[number]}"
             line = f"\nshardglass: {why}; {saved(self.output_dir, self._began)}\n"  # behind a progress bar
             os.write(2, line.encode())  # sys.stderr may be in the middle of a line of the other thread
         os._exit(128 + number)
@@ -112,6 +142,7 @@ def _let_go() -> None:
     """In a process that was forked from an armed one: a stop of its own is its own, and Ctrl-C is its parent's."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -1,4 +1,4 @@
-"""SIGUSR1: asks a run for snapshots without stopping it.
+"""SIGUSR1: asks a run for snapshots without stopping it; and SIGUSR2, which asks it to save and stop, on its way there.
 
 Owns the signal in a rank and in the launcher. Loads neither torch nor transformers, so that a rank takes the signal
 over before these are loaded. Leaves what happens then to ``looking``.
@@ -20,6 +20,12 @@ from types import FrameType
 import psutil
 
 SIGNAL = signal.SIGUSR1
+
+PASSED_ON = {
+    signal.SIGUSR1: "SIGUSR1 asks for snapshots",
+    signal.SIGUSR2: "SIGUSR2 asks to save and stop",
+}
+"""Signals that the launcher sends on to the ranks, and what they ask for."""
 
 WAIT_S = 1.0
 """Seconds after which the launcher's thread looks whether it is to end."""
@@ -63,29 +69,32 @@ def signal_passed_on(say: Callable[[str], None]) -> Iterator[None]:
     Args:
         say: Writes a line, if there is no rank yet.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})  # see [Note: no rank is ended by it]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, set(PASSED_ON))  # see [Note: no rank is ended by it]
     ended = threading.Event()
     threading.Thread(target=_pass_on, args=(say, ended), name="shardglass look signal", daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        _ignore()  # drops one that still waits
+        for number in PASSED_ON:
+            signal.signal(number, signal.SIG_IGN)  # drops one that still waits
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _pass_on(say: Callable[[str], None], ended: threading.Event) -> None:
     while not ended.is_set():
-        if signal.sigtimedwait({SIGNAL}, WAIT_S) is None:
+        came = signal.sigtimedwait(set(PASSED_ON), WAIT_S)
+        if came is None:
             continue
+        number = signal.Signals(came.si_signo)
         ranks = [child for child in psutil.Process().children() if _is_rank(child)]
         for rank in ranks:
             try:
-                rank.send_signal(SIGNAL)
+                rank.send_signal(number)
             except psutil.NoSuchProcess:
                 continue  # it ended meanwhile
         if not ranks:
-            say("SIGUSR1 asks for snapshots, and no rank is running yet: send it again when the run has begun")
+            say(f"{PASSED_ON[number]}, and no rank is running yet: send it again when the run has begun")
 
 
 def _is_rank(process: psutil.Process) -> bool:

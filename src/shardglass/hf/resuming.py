@@ -36,6 +36,8 @@ from shardglass.words import IN_PYTHON, ON_A_COMMAND_LINE, Words
 log = logging.getLogger(__name__)
 
 STATE = "trainer_state.json"
+AUTO = "auto"
+"""Value of ``resume_from_checkpoint`` for a command that is started again and again, the first time too."""
 BATCH = ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 """What decides how samples become steps."""
 
@@ -63,7 +65,8 @@ def find_checkpoint(
     """Which checkpoint to resume from; None if none is asked for.
 
     Args:
-        wanted: A folder, or True (also as text) for the last complete one in ``output_dir``.
+        wanted: A folder; True (also as text) for the last complete one in ``output_dir``; "auto" for that, if there is
+            one.
         output_dir: The run's folder.
         words: How the message names arguments.
 
@@ -72,7 +75,8 @@ def find_checkpoint(
     """
     if not is_asked_for(wanted):
         return None
-    if str(wanted).lower() != "true":
+    is_auto = str(wanted).lower() == AUTO
+    if not is_auto and str(wanted).lower() != "true":
         folder = Path(str(wanted)).expanduser()
         check_whole(folder)
         return folder
@@ -86,6 +90,8 @@ def find_checkpoint(
             for reason in reasons:
                 log.warning("%s; resuming from %s", reason, folder)
             return folder
+    if is_auto and not reasons:
+        return None
     listed = "".join(f"\n  {reason}" for reason in reasons)
     raise CheckpointError(
         f"{words.given('resume_from_checkpoint', value=True)}: {output_dir} has no complete {PREFIX}-N folder; leave "

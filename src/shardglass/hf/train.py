@@ -19,12 +19,14 @@ import transformers
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from shardglass.checkpoint.folder import PREFIX
 from shardglass.errors import ShardglassError
 from shardglass.hf.arguments import Command, parse_command
 from shardglass.hf.data import DataOptions, build_collator, build_dataset, load_conversations
 from shardglass.hf.debugging import DEBUGGED, held_note, name_process, run_free, wait_for_debugger
 from shardglass.hf.flags import flags_error, look_steps
-from shardglass.hf.lifeline import Lifeline
+from shardglass.hf.launch import PREEMPTED
+from shardglass.hf.lifeline import PREEMPTED_CODE, Lifeline
 from shardglass.hf.load import check_model_path, load_config_of, load_model, load_tokenizer, prepare_for_training
 from shardglass.hf.look_signal import LookSignal
 from shardglass.hf.looking import LookCallback, clear_snapshots
@@ -32,6 +34,7 @@ from shardglass.hf.memory_check import check_memory
 from shardglass.hf.mistakes import mistakes_told
 from shardglass.hf.model_config import FoundConfig
 from shardglass.hf.output_folder import SUMMARY_FILE, check_output_folder
+from shardglass.hf.preemption import Preemption
 from shardglass.hf.rehearsal import check_optimizer, check_schedule
 from shardglass.hf.resolved_file import ResolvedConfigCallback
 from shardglass.hf.resuming import check_resume, is_asked_for
@@ -98,7 +101,7 @@ def _run(argv: Sequence[str], defaults: Mapping[str, str], told: Told, *, is_mai
     except ShardglassError as error:
         _fail(error, shared=True)
     try:
-        _train(trainer, [*notes, *found], Console(soft_wrap=True) if is_main else None)
+        _train(trainer, [*notes, *found], told.lifeline, Console(soft_wrap=True) if is_main else None)
     except ShardglassError as error:
         _fail(error, shared=error.is_shared)
 
@@ -144,15 +147,23 @@ def _check_output(command: Command) -> list[str]:
     )
 
 
-def _train(trainer: ZeroTrainer, notes: Sequence[str], console: Console | None) -> None:
-    """Train, save, show."""
+def _train(trainer: ZeroTrainer, notes: Sequence[str], lifeline: Lifeline | None, console: Console | None) -> None:
+    """Train, save, show; or save and end, if the run is told to go."""
     if console is not None:
         for note in notes:
             console.print(f"note: {note}", highlight=False, markup=False)
     callback = SummaryCallback(trainer, notes)
     for each in (callback, ResolvedConfigCallback(trainer)):
         trainer.add_callback(each)
+    preemption = Preemption(trainer)
+    trainer.add_callback(preemption)
+    if lifeline is not None:
+        lifeline.preempt = preemption.ask
     trainer.train()
+    if preemption.step is not None:
+        _end_preempted(preemption.step, Path(str(trainer.args.output_dir)), console)
+    if lifeline is not None:
+        lifeline.preempt = None
     trainer.save_model()
     summary = callback.summary()
     if console is not None:
@@ -161,6 +172,20 @@ def _train(trainer: ZeroTrainer, notes: Sequence[str], console: Console | None) 
         Path(folder, SUMMARY_FILE).write_text(summary.to_json(), encoding="utf-8")
         console.print(f"saved model: {folder}", highlight=False, markup=False)
     torch.distributed.destroy_process_group()
+
+
+def _end_preempted(step: int, output_dir: Path, console: Console | None) -> NoReturn:
+    """End with a code of its own: all ranks have saved."""
+    torch.distributed.barrier()
+    if console is not None:
+        found = output_dir / f"{PREFIX}-{step}"
+        where = f"it is saved as {found}" if found.is_dir() else "it could not be saved"
+        _say(f"stopped after step {step}; {where}; go on with --resume_from_checkpoint True")
+        if PREEMPTED in os.environ:
+            Path(os.environ[PREEMPTED]).touch()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(PREEMPTED_CODE)
 
 
 def build_trainer(
