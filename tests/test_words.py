@@ -15,7 +15,7 @@ CALLED_FROM_PYTHON = (
     *(f"{package}/*.py" for package in ("checkpoint", "compat", "engine")),
     *("options.py", "resolve/batch.py", "resolve/filler.py", "resolve/run.py", "resolve/scheduler.py"),
     *(f"hf/{name}.py" for name in ("checkpoints", "generation", "load", "losses", "model_files", "open_options")),
-    *(f"hf/{name}.py" for name in ("random_start", "resuming", "schedule", "sharded_start", "trainer")),
+    *(f"hf/{name}.py" for name in ("random_start", "resuming", "sample_order", "schedule", "sharded_start", "trainer")),
 )
 """Modules whose messages anyone may meet; they leave the naming of an argument to ``words``."""
 

@@ -177,7 +177,8 @@ class CheckpointMixin(ResumeMixin):
         if getattr(self.args, "on_save_failure", "stop") != "continue":
             raise error
         if self.args.should_save:
-            log.error("%s; training goes on, as --on_save_failure continue asks for", error)
+            asked = words_of(self.args).given("on_save_failure", value="continue")
+            log.error("%s; training goes on, as %s asks for", error, asked)
 
     def _count_checkpoint(self, target: Path) -> None:
         """A checkpoint is complete: push it where that is asked for, and delete what is too many."""

@@ -11,8 +11,7 @@ run as one that has only the samples that are left, see ``_run_epoch``.
 import logging
 import math
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
@@ -31,6 +29,7 @@ from shardglass.checkpoint.manifest import read_manifest
 from shardglass.errors import CheckpointError
 from shardglass.hf.arguments import words_of
 from shardglass.hf.course import Batching, Course, Place, place_of
+from shardglass.hf.sample_order import from_sample
 from shardglass.words import IN_PYTHON, ON_A_COMMAND_LINE, Words
 
 log = logging.getLogger(__name__)
@@ -196,52 +195,6 @@ def _without_state(folder: Path, samples: int | None) -> tuple[int, Place | None
     return (int(read_manifest(folder).counters["step"]) if kind == "own" else 0), None
 
 
-class _From(Sampler[int]):
-    """The samples of an epoch from one of them on, in the same order."""
-
-    def __init__(self, whole: Any, used: int) -> None:
-        self._whole, self._used = whole, used
-
-    def __iter__(self) -> Iterator[int]:
-        samples: Iterator[int] = iter(self._whole)
-        for _ in range(self._used):
-            next(samples, None)
-        return samples
-
-    def __len__(self) -> int:
-        return max(0, len(self._whole) - self._used)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Passed on: the order depends on it."""
-        if hasattr(self._whole, "set_epoch"):
-            self._whole.set_epoch(epoch)
-
-
-@contextmanager
-def _from_sample(dataloader: Any, used: int, words: Words) -> Iterator[None]:
-    """Let a data loader begin its next epoch behind so many samples.
-
-    Raises:
-        CheckpointError: It has no sampler that could be told.
-    """
-    holder: Any = getattr(dataloader, "batch_sampler", None)
-    while hasattr(holder, "batch_sampler"):  # Accelerate's share of a rank, around the whole one
-        holder = holder.batch_sampler
-    if not used:
-        yield
-        return
-    if getattr(holder, "sampler", None) is None:
-        raise CheckpointError(
-            "the training data has no sampler, so it cannot go on in the middle of an epoch with other batches; keep "
-            f"the world size and the batch sizes, or give {words.given('ignore_data_skip', value=True)}"
-        )
-    whole, holder.sampler = holder.sampler, _From(holder.sampler, used)
-    try:
-        yield
-    finally:
-        holder.sampler = whole
-
-
 class ResumeMixin:
     """The part of ``ZeroMixin`` that finds the way on from a checkpoint; see [Note: two ways on]."""
 
@@ -343,7 +296,7 @@ class ResumeMixin:
             return
         given["steps_in_epoch"] = course.batching.micro_steps(course.left)
         given["num_update_steps_per_epoch"] = course.first_steps
-        with _from_sample(given["train_dataloader"], course.start.used, words_of(self.args)):
+        with from_sample(given["train_dataloader"], course.start.used, words_of(self.args)):
             super()._run_epoch(*args, **given)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
