@@ -115,7 +115,7 @@ def test_the_qwen_command_trains_shows_its_summary_and_saves_a_plain_model(input
     assert (told["run"]["source"], told["run"]["loss"]["steps"]) == ("trainer_state.json", [1, 2, 3, 4])
     assert told["run"]["accounts"][0]["planned"] == told["run"]["accounts"][0]["measured"]
     assert told["model"]["plan"]["run"]["world_size"] == 2
-    changes = {"resume_from_checkpoint": "True", "gradient_accumulation_steps": "2"}
+    changes = {"resume_from_checkpoint": "True", "seed": "7"}
     refused = run(command(inputs, tmp_path / "out", **changes))
     assert refused.returncode != 0
     assert refused.stderr.count("was written by a run that drew its data otherwise") == 1, "one rank tells it for all"

@@ -84,7 +84,7 @@ class SummaryCallback(TrainerCallback):
         return RunSummary(
             model=str(getattr(model.config, "name_or_path", "") or type(model).__name__),
             stage=options.stage,
-            notes=self._notes,
+            notes=self._notes + ((told,) if (told := trainer.resume_note) else ()),
             memory=self._account,
             largest=max(accounts, key=lambda account: account.measured),
             process_kind=_process_bytes(trainer.handle.backend)[2],
