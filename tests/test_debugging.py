@@ -234,7 +234,7 @@ def test_the_entry_starts_the_run_and_stops_the_ranks_that_were_chosen(inputs, t
 
 def named_rank(client):
     """The name of the process, once it has one."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 150
     while time.monotonic() < end:
         names = [name for name in client.thread_names().values() if name.startswith("rank ")]
         if names:
