@@ -308,7 +308,7 @@ def test_an_old_name_without_effect_is_said_once(name):
 def test_every_field_that_transformers_dropped_is_covered():
     # Fields of TrainingArguments in 4.28.1, 4.40.2, 4.46.3 and 4.57.1 that 5.24.0 has not.
     dropped = shlex.split("""
-        on_save_failure overwrite_output_dir evaluation_strategy per_gpu_train_batch_size per_gpu_eval_batch_size warmup_ratio
+        overwrite_output_dir evaluation_strategy per_gpu_train_batch_size per_gpu_eval_batch_size warmup_ratio
         logging_dir save_safetensors no_cuda use_mps_device jit_mode_eval use_ipex fp16_opt_level
         half_precision_backend xpu_backend tpu_num_cores tpu_metrics_debug past_index sharded_ddp
         fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap adafactor group_by_length
@@ -509,10 +509,10 @@ def _is_installed(name: str) -> bool:
 
 
 OUR_OPTIONS = """
-allow_unknown_config async_save attn_implementation cache_dir collective_timeout_s data_path debugpy_port debugpy_rank dtype
-eval_data_path label_policy lazy_preprocess log_dir look lora_alpha lora_bias lora_dropout lora_r lora_target_modules
+allow_unknown_config async_save attn_implementation cache_dir collective_timeout_s data_path debugpy_port debugpy_rank
+dtype eval_data_path label_policy lazy_preprocess log_dir look lora_alpha lora_bias lora_dropout lora_r lora_target_modules
 lora_weight_path master_addr master_port max_restarts max_skipped_steps model_max_length model_name_or_path nnodes
-node_rank nproc_per_node overwrite_output_dir q_lora rdzv_backend rdzv_endpoint rdzv_id skip_bad_records
+node_rank nproc_per_node on_save_failure overwrite_output_dir q_lora rdzv_backend rdzv_endpoint rdzv_id skip_bad_records
 skip_memory_check skip_nonfinite trust_remote_code use_lora warmup_ratio zero_stage
 """
 """A flag is a promise: one that is added, renamed or dropped is a change of this list, and of the changelog."""

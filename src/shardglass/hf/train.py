@@ -157,13 +157,9 @@ def _train(trainer: ZeroTrainer, notes: Sequence[str], lifeline: Lifeline | None
         trainer.add_callback(each)
     preemption = Preemption(trainer)
     trainer.add_callback(preemption)
-    if lifeline is not None:
-        lifeline.preempt = preemption.ask
-    trainer.train()
+    _train_until_told(trainer, preemption, lifeline)
     if preemption.step is not None:
         _end_preempted(preemption.step, Path(str(trainer.args.output_dir)), console)
-    if lifeline is not None:
-        lifeline.preempt = None
     trainer.save_model()
     summary = callback.summary()
     if console is not None:
@@ -172,6 +168,17 @@ def _train(trainer: ZeroTrainer, notes: Sequence[str], lifeline: Lifeline | None
         Path(folder, SUMMARY_FILE).write_text(summary.to_json(), encoding="utf-8")
         console.print(f"saved model: {folder}", highlight=False, markup=False)
     torch.distributed.destroy_process_group()
+
+
+def _train_until_told(trainer: ZeroTrainer, preemption: Preemption, lifeline: Lifeline | None) -> None:
+    """Train to the end, or to the step after a wish to go; a signal after a failure ends the process at once."""
+    if lifeline is not None:
+        lifeline.preempt = preemption.ask
+    try:
+        trainer.train()
+    finally:
+        if lifeline is not None:
+            lifeline.preempt = None
 
 
 def _end_preempted(step: int, output_dir: Path, console: Console | None) -> NoReturn:
