@@ -511,9 +511,10 @@ def _is_installed(name: str) -> bool:
 OUR_OPTIONS = """
 allow_unknown_config async_save attn_implementation cache_dir collective_timeout_s data_path debugpy_port debugpy_rank
 dtype eval_data_path label_policy lazy_preprocess log_dir look lora_alpha lora_bias lora_dropout lora_r
-lora_target_modules lora_weight_path master_addr master_port max_restarts max_skipped_steps model_max_length model_name_or_path nnodes
-node_rank nproc_per_node on_save_failure overwrite_output_dir q_lora rdzv_backend rdzv_endpoint rdzv_id skip_bad_records
-skip_memory_check skip_nonfinite trust_remote_code use_lora warmup_ratio zero_stage
+lora_target_modules lora_weight_path master_addr master_port max_restarts max_skipped_steps model_max_length
+model_name_or_path nnodes node_rank nproc_per_node on_save_failure overwrite_output_dir q_lora rdzv_backend
+rdzv_endpoint rdzv_id skip_bad_records skip_memory_check skip_nonfinite trust_remote_code use_lora warmup_ratio
+zero_stage
 """
 """A flag is a promise: one that is added, renamed or dropped is a change of this list, and of the changelog."""
 
