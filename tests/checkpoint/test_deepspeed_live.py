@@ -21,10 +21,13 @@ from torch import nn
 from shardglass import state_of
 from shardglass.checkpoint.deepspeed import open_deepspeed
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None,
-    reason="DeepSpeed is not installed; `pip install 'shardglass[deepspeed]'`, with g++ and ninja, runs these tests",
-)
+pytestmark = [
+    pytest.mark.soak,  # recorded and written checkpoints are read in the short suite
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="DeepSpeed is not installed; `pip install 'shardglass[deepspeed]'`, with g++ and ninja, runs these",
+    ),
+]
 
 
 class Net(nn.Module):
